@@ -1,0 +1,146 @@
+"""What a run is made of: one dataclass, a Python file per experiment in `launch/configs/`, and the command line on top.
+
+Every choice that reaches `rl/` is checked here, together, before anything is compiled or written.
+"""
+
+import dataclasses
+import importlib
+import pathlib
+import pkgutil
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+import launch.configs
+from models.config import ModelConfig, Precision
+from models.tokenizer import ByteTokenizer
+from rl.environments import ArithmeticOptions, Environment, EnvironmentName, FrozenLakeOptions, Split, make
+from rl.learner import LossOptions, OptimizerOptions, StepOptions
+from rl.loop import LoopOptions
+from rl.old_logprobs import SourceName
+from rl.sampler import Swap
+from rl.snapshots import check_capacity
+from rl.warmstart import WarmStartOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshOptions:
+    """Devices along each mesh axis; -1 takes all that the others leave."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerOptions:
+    """The sampling engine and its slots."""
+
+    slots: int = 64
+    decode_steps_per_call: int = 8  # most decode steps in one device call
+    temperature: float = 1.0  # of sampling and of scoring: there is only one
+    top_p: float = 1.0  # below 1 only for evaluation: training refuses a truncated distribution
+    swap: Swap = Swap.REPREFILL
+    refill_rows: int = 16  # contexts recomputed in one device call after a publish
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotOptions:
+    """The ring of parameter snapshots and how they are scored."""
+
+    old_logprobs: SourceName = SourceName.SNAPSHOT  # where the proximal logprobs come from
+    ring_capacity: int = 8  # versions; at least max_staleness + 1
+    persist_every: int = 4  # every so many versions one is written to disk, for the audit
+    score_rows: int = 1  # rows a device in one scored call; part of the bucket
+    exactness_every: int = 1  # of the trajectories, one in so many is also scored live and compared; 0: none
+    publish_dtype: Precision = Precision.BFLOAT16
+
+
+def _flat(options):
+    """The fields appear on the command line without the group's name."""
+    return Annotated[options, tyro.conf.arg(prefix_name=False)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One experiment."""
+
+    model: ModelConfig
+    environment: EnvironmentName = EnvironmentName.FROZEN_LAKE
+    frozen_lake: FrozenLakeOptions = FrozenLakeOptions()
+    arithmetic: ArithmeticOptions = ArithmeticOptions()
+    mesh: _flat(MeshOptions) = MeshOptions()
+    warm_start: WarmStartOptions = WarmStartOptions()
+    optimizer: _flat(OptimizerOptions) = OptimizerOptions()
+    loss: _flat(LossOptions) = LossOptions()
+    step: _flat(StepOptions) = StepOptions()
+    loop: _flat(LoopOptions) = LoopOptions()
+    sampler: _flat(SamplerOptions) = SamplerOptions()
+    snapshots: _flat(SnapshotOptions) = SnapshotOptions()
+    length_buckets: int = 1  # padded lengths between 0 and the context's; each costs its compilations
+    evaluation_episodes: int = 256  # held-out instances
+    seed: int = 0
+    steps: int = 60  # learner steps
+    run_dir: pathlib.Path | None = None  # default: runs/, the date and time, and the config's name
+
+    def make_environment(self, split: Split) -> Environment:
+        """One environment of the configured family."""
+        options = {EnvironmentName.FROZEN_LAKE: self.frozen_lake, EnvironmentName.ARITHMETIC: self.arithmetic}
+        return make(self.environment, split, options[self.environment])
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run."""
+
+
+def config_names() -> list[str]:
+    """The files of `launch/configs/`."""
+    return sorted(module.name for module in pkgutil.iter_modules(launch.configs.__path__))
+
+
+def load_config(name: str) -> Config:
+    """The config of that name.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if name not in config_names():
+        raise ConfigError(f"there is no config {name!r} in launch/configs/; wanted one of: {', '.join(config_names())}")
+    return importlib.import_module(f"launch.configs.{name}").config()
+
+
+def parse(arguments: Sequence[str], *, program: str) -> tuple[str, Config]:
+    """`[CONFIG] [--option value ...]` to the config's name and the config. Exits with a message on unknown options."""
+    arguments = list(arguments)
+    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "quickstart"
+    config = tyro.cli(Config, default=load_config(name), args=arguments, prog=f"{program} {name}",
+                      description=f"Configs: {', '.join(config_names())} (the first argument; default quickstart).",
+                      config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagConversionOff))
+    return name, config
+
+
+def check(config: Config) -> None:
+    """Refuses what cannot run, or would break the meaning of a ratio.
+
+    Raises:
+      ConfigError, ValueError: what, got, wanted, what to do.
+    """
+    if config.sampler.top_p != 1.0:
+        raise ConfigError(f"--top-p is {config.sampler.top_p}, wanted 1 for training: a truncated distribution gives the tokens it cuts off "
+                          "probability 0, and every ratio loses its meaning; use top-p only in launch.evaluate")
+    if config.model.vocab_size < ByteTokenizer.vocab_size:
+        raise ConfigError(f"--model.vocab-size is {config.model.vocab_size}, wanted at least {ByteTokenizer.vocab_size}: the tokenizer's ids")
+    environment = config.make_environment(Split.TRAIN)
+    if environment.max_episode_tokens > config.model.max_length:
+        raise ConfigError(f"--model.max-length is {config.model.max_length}, but an episode of {config.environment.value} may take "
+                          f"{environment.max_episode_tokens} tokens; raise it, or shorten the episode")
+    if config.warm_start.updates and not environment.has_expert:
+        raise ConfigError(f"{config.environment.value} has no expert to warm-start from; set --warm-start.updates 0")
+    if config.loop.group_size < 2:
+        raise ConfigError(f"--group-size is {config.loop.group_size}, wanted at least 2: an advantage compares the members of a group")
+    for option, value in {"--steps": config.steps, "--groups-per-step": config.loop.groups_per_step, "--publish-every": config.loop.publish_every,
+                          "--decode-steps-per-call": config.sampler.decode_steps_per_call, "--persist-every": config.snapshots.persist_every}.items():
+        if value < 1:
+            raise ConfigError(f"{option} is {value}, wanted at least 1")
+    check_capacity(config.snapshots.ring_capacity, config.loop.max_staleness)

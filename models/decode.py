@@ -1,0 +1,104 @@
+"""Decoding with a KV cache, as pure functions of parameters.
+
+There is one cached forward, `extend`: it writes the keys and values of some new tokens into a row's cache and attends to all
+that is there. A prefill is an `extend` of an empty cache, a decode step an `extend` by one token. The cache index of a key is
+its token's position, so a row's content is whatever lies below its length, and stale entries above it are never seen.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.attention import attention
+from models.config import ModelConfig
+from models.transformer import Model, Params
+
+
+@chex.dataclass(frozen=True)
+class Cache:
+    """Keys and values of R rows with room for S tokens: one [R, S, K, H] array a layer, in the compute type.
+
+    Layers are separate arrays, so that each is updated in place.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+
+def init_cache(config: ModelConfig, rows: int, length: int) -> Cache:
+    """An empty cache."""
+    def zeros():
+        return tuple(jnp.zeros((rows, length, config.num_kv_heads, config.head_dim), config.compute_dtype.dtype)
+                     for _ in range(config.num_layers))
+    return Cache(keys=zeros(), values=zeros())
+
+
+def prepare(model: Model, params: Params) -> Params:
+    """Lays published parameters out for decoding: a tuple of layers in place of the stack, in the compute type.
+
+    A scan over stacked layers copies weights and cache at each step; unrolled layers do not. The values are the published ones:
+    the cast is the one that the forward would make at each use.
+    """
+    params = jax.tree.map(lambda leaf: leaf.astype(model.config.compute_dtype.dtype), params)
+    layers = tuple(jax.tree.map(lambda leaf, index=index: leaf[index], params["blocks"]) for index in range(model.config.num_layers))
+    return {**params, "blocks": layers}
+
+
+def extend(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, starts: jax.Array,
+           counts: jax.Array) -> tuple[jax.Array, Cache]:
+    """Appends tokens to each row.
+
+    Args:
+      model: the structure.
+      prepared: from `prepare`.
+      cache: R rows of room S.
+      tokens: int32 [R, T]; row r holds counts[r] tokens, then padding.
+      starts: int32 [R], tokens already in each row.
+      counts: int32 [R], from 0 to T; starts + counts must not exceed S.
+
+    Returns:
+      Hidden states [R, T, D] (padding holds garbage) and the cache with the tokens in it.
+    """
+    transformer, blocks = _bind(model, prepared)
+    room = cache.keys[0].shape[1]
+    offsets = jnp.arange(tokens.shape[1])[None, :]
+    positions = starts[:, None] + offsets
+    # Padding is written nowhere: an index beyond the cache is dropped.
+    targets = jnp.where(offsets < counts[:, None], positions, room)
+    rows = jnp.arange(tokens.shape[0])[:, None]
+    x = transformer.embed(tokens)
+    all_keys, all_values = [], []
+    for block, keys, values in zip(blocks, cache.keys, cache.values, strict=True):
+        queries, new_keys, new_values = block.project(x, positions)
+        keys = keys.at[rows, targets].set(new_keys, mode="drop")
+        values = values.at[rows, targets].set(new_values, mode="drop")
+        x = block.combine(x, attention(queries, keys, values, query_positions=positions))
+        all_keys.append(keys)
+        all_values.append(values)
+    return x, Cache(keys=tuple(all_keys), values=tuple(all_values))
+
+
+def prefill(model: Model, prepared: Params, tokens: jax.Array, *, counts: jax.Array) -> Cache:
+    """The cache, of room T, of R contexts: tokens int32 [R, T], padded on the right to T, counts int32 [R]."""
+    empty = init_cache(model.config, *tokens.shape)
+    return extend(model, prepared, empty, tokens, starts=jnp.zeros_like(counts), counts=counts)[1]
+
+
+def decode_step(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, positions: jax.Array) -> tuple[jax.Array, Cache]:
+    """Feeds one token to each row: tokens and positions int32 [R] to float32 logits [R, V] of the next token, and the cache.
+
+    A row whose position lies outside the cache is left as it is; its logits are garbage.
+    """
+    hidden, cache = extend(model, prepared, cache, tokens[:, None], starts=positions, counts=jnp.ones_like(positions))
+    transformer, _ = _bind(model, prepared)
+    return transformer.logits(hidden[:, 0]), cache
+
+
+def _bind(model: Model, prepared: Params):
+    """The module without its blocks' numbers, and one module a layer."""
+    layers = prepared["blocks"]
+    # The stack's structure serves each layer: it holds no shapes. The stack itself gets the first layer's numbers, unused.
+    transformer = model.bind({**prepared, "blocks": layers[0]})
+    structure, _ = nnx.split(transformer.blocks)
+    return transformer, [nnx.merge(structure, nnx.State(layer)) for layer in layers]

@@ -1,0 +1,197 @@
+"""The decoder. `Transformer` is its Flax module; `Model` is what everyone else holds: the structure without the numbers.
+
+Parameters are a plain nested dict, split from the module once, here, and an argument of every call: scoring under an older
+snapshot or swapping a policy is then an ordinary call. Layers are stacked on a leading axis and scanned, so compile time
+and the published tree do not grow with depth. A block offers its two halves, `project` and `combine`, to whoever brings the
+attention in between: the scan below over whole sequences, and `models.decode` over a KV cache.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.attention import attention
+from models.config import ModelConfig
+
+Params = dict
+"""Nested dict of arrays. Leaves under "blocks" carry a leading axis of size L."""
+
+MASKED_LOGIT = -1e30  # finite: an infinite one would make 0 * inf in entropies
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square normalisation in float32."""
+
+    def __init__(self, size: int, axis: str, epsilon: float):
+        self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=(axis,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        normalized = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon)
+        scale = jnp.expand_dims(self.scale[...], tuple(range(x.ndim - 1)))
+        return normalized.astype(x.dtype) * scale.astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """An affine map over the trailing `num_in` axes of its input; the kernel has shape [*inputs, *outputs]."""
+
+    def __init__(self, inputs: dict[str, int], outputs: dict[str, int], *, use_bias: bool = False, scale: float = 1.0, rngs: nnx.Rngs):
+        shape = (*inputs.values(), *outputs.values())
+        fan_in = functools.reduce(lambda a, b: a * b, inputs.values())
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape) * (scale * fan_in**-0.5), axes=(*inputs, *outputs))
+        self.bias = nnx.Param(jnp.zeros(tuple(outputs.values())), axes=tuple(outputs)) if use_bias else None
+        self.num_in = len(inputs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_in)
+        if self.bias is None:
+            return y
+        bias = self.bias[...].astype(x.dtype)
+        return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary positions (arXiv 2104.09864), halves convention. x: [B, T, heads, H], positions: [B, T]; angles in float32."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sines, cosines = jnp.sin(angles), jnp.cos(angles)
+    return jnp.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1).astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """One layer. Between its halves someone attends: over the sequence itself or over a cache."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        embed = {"embed": config.d_model}
+        heads = {"heads": config.num_heads, "head": config.head_dim}
+        kv_heads = {"kv_heads": config.num_kv_heads, "head": config.head_dim}
+        mlp = {"mlp": config.d_ff}
+        residual_scale = (2 * config.num_layers) ** -0.5  # keeps the residual stream's variance independent of depth
+        self.attention_norm = RMSNorm(config.d_model, "embed", config.norm_epsilon)
+        self.query = Linear(embed, heads, use_bias=config.qkv_bias, rngs=rngs)
+        self.key = Linear(embed, kv_heads, use_bias=config.qkv_bias, rngs=rngs)
+        self.value = Linear(embed, kv_heads, use_bias=config.qkv_bias, rngs=rngs)
+        self.output = Linear(heads, embed, scale=residual_scale, rngs=rngs)
+        self.query_norm = RMSNorm(config.head_dim, "head", config.norm_epsilon) if config.qk_norm else None
+        self.key_norm = RMSNorm(config.head_dim, "head", config.norm_epsilon) if config.qk_norm else None
+        self.mlp_norm = RMSNorm(config.d_model, "embed", config.norm_epsilon)
+        self.gate = Linear(embed, mlp, rngs=rngs)
+        self.up = Linear(embed, mlp, rngs=rngs)
+        self.down = Linear(mlp, embed, scale=residual_scale, rngs=rngs)
+
+    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, T, D] to rotated queries [B, T, N, H], rotated keys and values [B, T, K, H]."""
+        normalized = self.attention_norm(x)
+        queries, keys, values = self.query(normalized), self.key(normalized), self.value(normalized)
+        if self.query_norm is not None:
+            queries, keys = self.query_norm(queries), self.key_norm(keys)
+        theta = self.config.rope_theta
+        return rotate(queries, positions, theta), rotate(keys, positions, theta), values
+
+    def combine(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Adds the attention's output [B, T, N, H] and the feed-forward's to the residual stream x [B, T, D]."""
+        x = x + self.output(attended)
+        normalized = self.mlp_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(normalized)) * self.up(normalized))
+
+
+class Transformer(nnx.Module):
+    """Embedding, stacked blocks, final norm, and a language-model head unless the embedding is tied."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        vocabulary = (config.padded_vocab_size, config.d_model)
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), vocabulary) * 0.02, axes=("vocab", "embed"))
+        self.blocks = nnx.vmap(lambda layer_rngs: Block(config, rngs=layer_rngs))(rngs.split(config.num_layers))
+        self.final_norm = RMSNorm(config.d_model, "embed", config.norm_epsilon)
+        self.head = None if config.tied_embeddings else Linear({"embed": config.d_model}, {"vocab": config.padded_vocab_size}, rngs=rngs)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """int32 [B, T] to [B, T, D] in the compute type."""
+        return jnp.take(self.embedding[...].astype(self.config.compute_dtype.dtype), tokens, axis=0)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Final hidden states [..., D] to float32 logits [..., V]. Padded ids get `MASKED_LOGIT`.
+
+        Sampler and learner both come through here, so a padded vocabulary is masked alike on either side.
+        """
+        x = self.final_norm(hidden)
+        kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
+        logits = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        if self.config.padded_vocab_size == self.config.vocab_size:
+            return logits
+        is_real = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
+        return jnp.where(jnp.expand_dims(is_real, tuple(range(logits.ndim - 1))), logits, MASKED_LOGIT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder's structure. Hashable and without state: the parameters are an argument of every call.
+
+    Attributes:
+      config: the shape.
+      remat: recompute each block's activations in the backward pass instead of keeping them.
+      activation_sharding: where [B, T, D] activations live on a mesh; weights are then gathered to them, not the reverse.
+    """
+
+    config: ModelConfig
+    remat: bool = False
+    activation_sharding: jax.sharding.NamedSharding | None = None
+
+    def init(self, key: jax.Array) -> Params:
+        """Random parameters in float32."""
+        return nnx.to_pure_dict(nnx.state(Transformer(self.config, rngs=nnx.Rngs(params=key)), nnx.Param))
+
+    def bind(self, params: Params) -> Transformer:
+        """The Flax module with these parameters in it; for use inside a trace."""
+        return nnx.merge(_structure(self.config)[0], nnx.State(params))
+
+    @property
+    def axes(self) -> Params:
+        """The logical axes of every leaf, in a tree like the parameters."""
+        return _structure(self.config)[1]
+
+    @property
+    def shapes(self) -> Params:
+        """A `jax.ShapeDtypeStruct` for every leaf."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    def hidden(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """int32 [B, T], padded on the right, to hidden states [B, T, D] before the final norm."""
+        transformer = self.bind(params)
+        structure, stacked = nnx.split(transformer.blocks)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+        def layer(x, block_params):
+            block = nnx.merge(structure, block_params)
+            attended = attention(*block.project(x, positions), query_positions=positions)
+            return self._constrain(block.combine(x, attended)), None
+
+        layer = jax.checkpoint(layer) if self.remat else layer
+        return jax.lax.scan(layer, self._constrain(transformer.embed(tokens)), stacked)[0]
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """Hidden states [..., D] to float32 logits [..., V]."""
+        return self.bind(params).logits(hidden)
+
+    def _constrain(self, x: jax.Array) -> jax.Array:
+        return x if self.activation_sharding is None else jax.lax.with_sharding_constraint(x, self.activation_sharding)
+
+
+@functools.cache
+def _structure(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
+    """The module's static part and its leaves' logical axes, found without making an array."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=0))), nnx.Param, ...)[:2]
+    axes = {}
+    for path, variable in nnx.to_flat_state(state):
+        *parents, leaf = path
+        node = functools.reduce(lambda tree, name: tree.setdefault(name, {}), parents, axes)
+        node[leaf] = (("layers",) if path[0] == "blocks" else ()) + variable.get_metadata()["axes"]
+    return graphdef, axes

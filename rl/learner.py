@@ -1,0 +1,258 @@
+"""The learner: float32 master weights, sharded, and the gradient steps on them.
+
+One learner step takes a batch through `epochs` passes of `minibatches` optimizer steps each, with the proximal logprobs frozen; each
+optimizer step accumulates `microbatches` gradients that sum to the minibatch's own. What the loss computes with is not the
+master weights but the *published parameters*, their rounding to the publish type: the policy that is trained is the
+policy that samples. Gradients pass straight through the rounding.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models.config import Precision
+from models.sharding import batch_sharding, check_rows, num_batch_shards, parameter_shardings, replicated
+from models.transformer import Model, Params
+from rl.corrections import Discrepancy
+from rl.logprobs import score
+from rl.losses import Denominator, Metrics, combine_metrics, decoupled_ppo_terms, finalize_metrics, row_weights
+from rl.types import Batch
+
+AnchorFunction = Callable[..., jax.Array]
+"""An old-logprob source that acts inside the step: (logprobs, sampler_logprobs, policy_versions, learner_version) to [B, T]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerOptions:
+    """AdamW (arXiv 1711.05101) after clipping by the global norm; the rate warms up linearly, then decays linearly."""
+
+    learning_rate: float = 3e-4
+    warmup_updates: int = 0
+    decay_updates: int | None = None  # updates until the rate has decayed; None keeps it constant after the warmup
+    final_rate_fraction: float = 0.1  # of the learning rate, at the end of the decay
+    adam_b1: float = 0.9
+    adam_b2: float = 0.99
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_gradient_norm: float = 1.0
+
+    def make(self) -> optax.GradientTransformation:
+        schedule = optax.constant_schedule(self.learning_rate)
+        if self.decay_updates is not None:
+            schedule = optax.linear_schedule(self.learning_rate, self.learning_rate * self.final_rate_fraction, self.decay_updates)
+        if self.warmup_updates:
+            warmup = optax.linear_schedule(self.learning_rate / (self.warmup_updates + 1), self.learning_rate, self.warmup_updates)
+            schedule = optax.join_schedules([warmup, schedule], [self.warmup_updates])
+        return optax.chain(optax.clip_by_global_norm(self.max_gradient_norm),
+                           optax.adamw(schedule, self.adam_b1, self.adam_b2, self.adam_epsilon, weight_decay=self.weight_decay))
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+    """The arguments of `losses.decoupled_ppo_loss`, and its denominator."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    discrepancy: Discrepancy = Discrepancy.MASK
+    discrepancy_bound: float = 2.0
+    weight_cap: float = 2.0
+    entropy_coefficient: float = 0.0
+    denominator: Denominator = Denominator.TOKENS
+    denominator_constant: float | None = None
+
+    @property
+    def arguments(self) -> dict:
+        """Those that the loss takes."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if not name.startswith("denominator")}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How a learner step is divided."""
+
+    minibatches: int = 1
+    epochs: int = 1
+    microbatches: int = 1
+    remat: bool = False
+
+
+@chex.dataclass(frozen=True)
+class LearnerState:
+    """Master weights (float32) and the optimizer's moments, sharded alike. Donated by each update."""
+
+    params: Params
+    optimizer: optax.OptState
+
+
+class StepMetrics(NamedTuple):
+    """Metrics of a learner step, and of each of its optimizer steps in order."""
+
+    step: Metrics
+    updates: list[Metrics]
+
+
+def publish_cast(params: Params, precision: Precision) -> Params:
+    """Master weights to published parameters: the single place where the policy is rounded."""
+    return jax.tree.map(lambda leaf: _rounded(leaf, precision).astype(precision.dtype), params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def policy_parameters(params: Params, precision: Precision) -> Params:
+    """The published parameters' values, still in float32, with the identity as gradient."""
+    return jax.tree.map(lambda leaf: _rounded(leaf, precision), params)
+
+
+policy_parameters.defvjp(lambda params, precision: (policy_parameters(params, precision), None), lambda precision, _, cotangents: (cotangents,))
+
+
+def _rounded(leaf: jax.Array, precision: Precision) -> jax.Array:
+    """Rounds by `reduce_precision`: XLA may drop a cast to bfloat16 and back ("excess precision"), but never this."""
+    info = jnp.finfo(precision.dtype)
+    return jax.lax.reduce_precision(leaf, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
+def make_update(loss: Callable, optimizer: optax.GradientTransformation, *, num_microbatches: int, num_shards: int) -> Callable:
+    """(state, minibatch) to (state, loss, sums, gradient norm), for any tree of [B, ...] arrays as minibatch.
+
+    `loss(params, microbatch)` returns its share of the minibatch's loss, and sums for `losses.combine_metrics`.
+    """
+    def split(array: jax.Array) -> jax.Array:
+        # Each microbatch takes its rows from every shard, so no row changes its device.
+        shape = (num_shards, num_microbatches, array.shape[0] // (num_shards * num_microbatches), *array.shape[1:])
+        return array.reshape(shape).swapaxes(0, 1).reshape(num_microbatches, -1, *array.shape[1:])
+
+    def update(state: LearnerState, minibatch):
+        def accumulate(gradients, microbatch):
+            (share, sums), new = jax.value_and_grad(loss, has_aux=True)(state.params, microbatch)
+            return jax.tree.map(jnp.add, gradients, new), (share, sums)
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        gradients, (shares, stacked) = jax.lax.scan(accumulate, zeros, jax.tree.map(split, minibatch))
+        sums = functools.reduce(combine_metrics, [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(num_microbatches)])
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an int count
+            updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        state = LearnerState(params=optax.apply_updates(state.params, updates), optimizer=optimizer_state)
+        return state, jnp.sum(shares), sums, optax.global_norm(gradients)
+
+    return update
+
+
+class Learner:
+    """Trains a model on a mesh.
+
+    Args:
+      model: the decoder's structure.
+      mesh: of axes data, fsdp and tensor.
+      optimizer, loss, step: the options above.
+      publish_dtype: what the policy is rounded to.
+      temperature: that of sampling.
+      anchor: an old-logprob source that acts inside the step, in place of the batch's proximal logprobs.
+      seed: of the order of rows in minibatches.
+    """
+
+    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, optimizer: OptimizerOptions, loss: LossOptions, step: StepOptions,
+                 publish_dtype: Precision, temperature: float, anchor: AnchorFunction | None = None, seed: int = 0):
+        self._mesh, self._loss_options, self._step_options, self._seed = mesh, loss, step, seed
+        self._rows = batch_sharding(mesh)
+        self._model = dataclasses.replace(model, remat=step.remat, activation_sharding=self._rows)
+        self._temperature, self._anchor, self._publish_dtype = temperature, anchor, publish_dtype
+        self._optimizer = optimizer.make()
+        parameters = parameter_shardings(model.axes, model.shapes, mesh)
+        moments = optax.tree_utils.tree_map_params(self._optimizer, lambda _, sharding: sharding, jax.eval_shape(self._optimizer.init, model.shapes),
+                                                   parameters, transform_non_params=lambda _: replicated(mesh))
+        self.shardings = LearnerState(params=parameters, optimizer=moments)
+        whole = replicated(mesh)
+        self._update = jax.jit(make_update(self._loss, self._optimizer, num_microbatches=step.microbatches, num_shards=num_batch_shards(mesh)),
+                               donate_argnums=0, out_shardings=(self.shardings, whole, whole, whole))
+        self._row_weights = jax.jit(functools.partial(row_weights, denominator=loss.denominator, constant=loss.denominator_constant),
+                                    out_shardings=self._rows)
+        self._publish = jax.jit(functools.partial(publish_cast, precision=publish_dtype), out_shardings=parameters)
+        self._start = jax.jit(self._fresh, out_shardings=self.shardings)
+        # A device array may share memory with the numpy array it came from; what is donated must not.
+        self._copy = jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=self.shardings)
+        self.train_state: LearnerState | None = None
+        self.num_steps = 0
+
+    def start(self, params: Params) -> None:
+        """Takes over master weights (float32) with a fresh optimizer. They are copied: the learner donates its own."""
+        self.train_state = self._start(params)
+        self.num_steps = 0
+
+    def published(self) -> Params:
+        """The present policy: master weights cast to the publish type, in buffers of their own."""
+        return self._publish(self.train_state.params)
+
+    def step(self, batch: Batch, *, version: int) -> StepMetrics:
+        """One learner step on a host batch; `version` is the learner's policy version. Results are dispatched, not awaited.
+
+        Raises:
+          ShardingError, ValueError: the rows do not divide into minibatches, microbatches and devices.
+        """
+        options = self._step_options
+        check_batch_rows(len(batch.tokens), options, self._mesh)
+        updates = []
+        for epoch in range(options.epochs):
+            order = np.random.default_rng((self._seed, self.num_steps, epoch)).permutation(len(batch.tokens))
+            for rows in np.split(order, options.minibatches):
+                minibatch = jax.device_put(jax.tree.map(lambda array, rows=rows: np.asarray(array)[rows], batch), self._rows)
+                versions = jax.device_put(np.full(len(rows), version, np.int32), self._rows)
+                with jax.transfer_guard("disallow"):
+                    weights = self._row_weights(minibatch.loss_mask)
+                    self.train_state, loss, sums, norm = self._update(self.train_state, (minibatch, weights, versions))
+                updates.append((loss, sums, norm))
+        self.num_steps += 1
+        losses, sums, norms = zip(*updates, strict=True)
+        whole = {**finalize_metrics(functools.reduce(combine_metrics, sums)), "loss": sum(losses) / len(updates),
+                 "gradient_norm": sum(norms) / len(updates)}
+        return StepMetrics(whole, [{**finalize_metrics(part), "loss": loss, "gradient_norm": norm} for loss, part, norm in updates])
+
+    def state(self) -> dict:
+        """Master weights and moments as numpy arrays in a fixed order, and the step count."""
+        return {"num_steps": self.num_steps, "leaves": [np.array(leaf) for leaf in jax.tree.leaves(self.train_state)]}
+
+    def restore(self, state: dict) -> None:
+        """Takes a `state` back, sharded as this learner shards."""
+        shardings, structure = jax.tree.flatten(self.shardings)
+        leaves = [jax.device_put(leaf, sharding) for leaf, sharding in zip(state["leaves"], shardings, strict=True)]
+        self.train_state = self._copy(jax.tree.unflatten(structure, leaves))
+        self.num_steps = state["num_steps"]
+
+    def loss_and_gradients(self, batch: Batch) -> tuple[jax.Array, Params]:
+        """The loss of a host batch taken as one minibatch, and its gradient for the master weights; changes nothing."""
+        minibatch = jax.device_put(batch, self._rows)
+        weights = self._row_weights(minibatch.loss_mask)
+        versions = jax.device_put(np.zeros(len(batch.tokens), np.int32), self._rows)
+        (loss, _), gradients = jax.jit(jax.value_and_grad(self._loss, has_aux=True))(self.train_state.params, (minibatch, weights, versions))
+        return loss, gradients
+
+    def _fresh(self, params: Params) -> LearnerState:
+        params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
+        return LearnerState(params=params, optimizer=self._optimizer.init(params))
+
+    def _loss(self, params: Params, microbatch) -> tuple[jax.Array, Metrics]:
+        batch, weights, versions = microbatch
+        policy = policy_parameters(params, self._publish_dtype)
+        logprobs, entropy = score(self._model, policy, batch.tokens, batch.valid, temperature=self._temperature)
+        proximal = batch.proximal_logprobs
+        if self._anchor is not None:
+            proximal = self._anchor(jax.lax.stop_gradient(logprobs), batch.sampler_logprobs, batch.policy_versions, versions[:, None])
+        return decoupled_ppo_terms(logprobs, proximal, batch.sampler_logprobs, batch.advantages, batch.loss_mask, weights=weights,
+                                   entropy=entropy, **self._loss_options.arguments)
+
+
+def check_batch_rows(rows: int, options: StepOptions, mesh: jax.sharding.Mesh) -> None:
+    """Raises when a batch does not divide into minibatches, microbatches and devices."""
+    parts = options.minibatches * options.microbatches
+    if rows % parts:
+        raise ValueError(f"a batch of {rows} rows does not divide into {options.minibatches} minibatches x {options.microbatches} microbatches; "
+                         "change --groups-per-step, --group-size, --minibatches or --microbatches")
+    check_rows(f"a microbatch of the batch of {rows} (in {options.minibatches} minibatches x {options.microbatches} microbatches)", rows // parts, mesh)

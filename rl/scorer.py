@@ -1,0 +1,108 @@
+"""The one way to an undifferentiated training-side logprob: `score`, compiled once per bucket, a small fixed number of rows at a time.
+
+A bucket is (rows in a call, padded length). For the same parameters, bucket, mesh, sharding and types the same tokens get bitwise
+the same logprobs, whatever the other rows and the padding hold, in another process too. That is what makes a replay exact,
+and why nothing is ever scored in a program that also does something else, such as the forward inside a train step.
+`self_test` establishes how much of this holds on the platform at hand.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from models.sharding import batch_sharding, num_batch_shards, parameter_shardings
+from models.transformer import Model, Params
+from rl.batching import bucket_length, pad_rows
+from rl.logprobs import score
+
+
+class Bucket(NamedTuple):
+    """The shape of a scored call: all devices' rows, and tokens a row."""
+
+    rows: int
+    length: int
+
+
+class RowScore(NamedTuple):
+    """One row's logprobs, float32 [T] nats, and the bucket they were computed in."""
+
+    logprobs: np.ndarray
+    bucket: Bucket
+
+
+class Scorer:
+    """Scores rows of tokens under any parameters of one model.
+
+    Args:
+      model: the decoder's structure.
+      mesh: parameters are sharded over it as the learner shards them, rows over data and fsdp.
+      rows_per_device: rows in a call, for each device that holds rows.
+      lengths: the length buckets.
+      temperature: that of sampling.
+    """
+
+    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, rows_per_device: int, lengths: tuple[int, ...], temperature: float):
+        if rows_per_device < 1:
+            raise ValueError(f"the scorer takes {rows_per_device} rows a device, wanted at least 1; change --score-rows")
+        self.rows = rows_per_device * num_batch_shards(mesh)
+        self.lengths = lengths
+        self._row_sharding = batch_sharding(mesh)
+        self._parameter_shardings = parameter_shardings(model.axes, model.shapes, mesh)
+        self._vocab_size = model.config.vocab_size
+        self._program = functools.partial(score, model, temperature=temperature)
+        self._score = self._compile()
+        self.num_scored_tokens = 0
+        self.num_padded_tokens = 0
+
+    def score(self, params: Params, rows: Sequence[np.ndarray]) -> list[RowScore]:
+        """Scores rows of int32 tokens [T], each in the smallest bucket that holds it.
+
+        Rows of one bucket share calls, ceil(rows / bucket rows) of them; all calls are dispatched before any result is read.
+        """
+        by_length: dict[int, list[int]] = {}
+        for index, row in enumerate(rows):
+            by_length.setdefault(bucket_length(len(row), self.lengths), []).append(index)
+        calls = [(length, indices[first:first + self.rows])
+                 for length, indices in sorted(by_length.items()) for first in range(0, len(indices), self.rows)]
+        pending = [self._dispatch(self._score, params, [rows[index] for index in indices], length) for length, indices in calls]
+        scores: list[RowScore | None] = [None] * len(rows)
+        for (length, indices), logprobs in zip(calls, pending, strict=True):
+            logprobs = np.asarray(logprobs)
+            self.num_padded_tokens += self.rows * length
+            for position, index in enumerate(indices):
+                self.num_scored_tokens += len(rows[index])
+                scores[index] = RowScore(logprobs[position, :len(rows[index])].copy(), Bucket(self.rows, length))
+        return scores
+
+    def self_test(self, params: Params) -> dict:
+        """What holds here: the same rows in another order with other padding, and in a program compiled again.
+
+        Returns:
+          JSON values: largest differences in nats, and whether replay is bitwise.
+        """
+        rng = np.random.default_rng(0)
+        length = self.lengths[-1]
+        rows = [rng.integers(self._vocab_size, size=length - index % 3).astype(np.int32) for index in range(self.rows)]
+        order = rng.permutation(self.rows)
+        first = np.asarray(self._dispatch(self._score, params, rows, length))
+        permuted = np.asarray(self._dispatch(self._score, params, [rows[index] for index in order], length, fill=1))
+        recompiled = np.asarray(self._dispatch(self._compile(), params, rows, length))
+        differences = {"permuted_rows_max_error": float(np.abs(permuted - first[order]).max()),
+                       "recompiled_max_error": float(np.abs(recompiled - first).max())}
+        device = self._row_sharding.mesh.devices.flat[0]
+        return {"replay": "bitwise" if not any(differences.values()) else "approximate", **differences, "platform": device.platform,
+                "device_kind": device.device_kind, "num_devices": self._row_sharding.mesh.size, "rows": self.rows, "length": length}
+
+    def _compile(self):
+        # A fresh function object: jit shares compilations between equal ones.
+        return jax.jit(lambda params, tokens, valid: self._program(params, tokens, valid).logprobs,
+                       in_shardings=(self._parameter_shardings, self._row_sharding, self._row_sharding), out_shardings=self._row_sharding)
+
+    def _dispatch(self, program, params: Params, rows: Sequence[np.ndarray], length: int, fill: int = 0) -> jax.Array:
+        tokens = pad_rows(rows, length, fill=fill, num_rows=self.rows)
+        lengths = np.asarray([len(row) for row in rows] + [0] * (self.rows - len(rows)))
+        valid = np.arange(length)[None, :] < lengths[:, None]
+        return program(params, jax.device_put(tokens, self._row_sharding), jax.device_put(valid, self._row_sharding))

@@ -1,0 +1,222 @@
+"""The ring: the parameters of the latest policy versions, kept while a token that one of them sampled waits to be scored.
+
+    ring.put(version, params)      at a publish, before the sampler sees the version
+    ring.pin(versions)             when a trajectory holds tokens of them
+    ring.get(version)              replay: the parameters as they were put, bit for bit, on the same devices
+    ring.release(versions)         when the trajectory is scored or dropped
+
+When the ring is full, `put` first lets the oldest version go that nobody pins. If every version that could go is pinned, it
+refuses and changes nothing: the caller skips the publish or drops the stalest trajectories. So a pinned version never disappears.
+"""
+
+import collections
+import operator
+import threading
+from collections.abc import Iterable
+
+from rl import snapshot_store
+
+
+class RingFull(ValueError):
+    """Every version that could leave the ring is pinned."""
+
+
+class VersionGone(ValueError):
+    """The ring does not hold this version: not yet, or no longer."""
+
+
+def check_capacity(capacity: int, max_staleness: int) -> None:
+    """Raises ValueError unless a ring of `capacity` holds every version that a trajectory within `max_staleness` may need."""
+    if capacity < max_staleness + 1:
+        raise ValueError(f"the ring holds {capacity} versions, wanted at least {max_staleness + 1} for a staleness of up to "
+                         f"{max_staleness}, as the newest version counts too; set --ring-capacity {max_staleness + 1} or "
+                         f"--max-staleness {max(capacity - 1, 0)}")
+
+
+class SnapshotRing:
+    """Parameter snapshots by version, in host memory.
+
+    One thread puts; any thread may pin, release and get.
+
+    Args:
+      capacity: how many versions it holds at most.
+      store: where `persist` and `persist_every` write.
+      persist_every: every version that this divides is persisted when it is put; None for none.
+    """
+
+    def __init__(self, capacity: int, *, store: snapshot_store.SnapshotStore | None = None, persist_every: int | None = None):
+        if capacity < 1:
+            raise ValueError(f"a ring of {capacity} versions, wanted at least 1; set --ring-capacity")
+        if persist_every is not None and (store is None or persist_every < 1):
+            raise ValueError(f"persist_every is {persist_every} with {'no' if store is None else 'a'} store, wanted 1 or more "
+                             "with a store; give both, or no persist_every")
+        self.capacity = capacity
+        self._store = store
+        self._persist_every = persist_every
+        self._copies: dict[int, snapshot_store.HostCopy] = {}  # ascending: versions only grow
+        self._pins: collections.Counter[int] = collections.Counter()
+        self._persisted: set[int] = set()
+        self._lock = threading.RLock()
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions it holds, ascending."""
+        with self._lock:
+            return tuple(self._copies)
+
+    @property
+    def pins(self) -> dict[int, int]:
+        """The pinned versions and how often each is pinned."""
+        with self._lock:
+            return {version: self._pins[version] for version in self._copies if self._pins[version]}
+
+    @property
+    def oldest_pinned(self) -> int | None:
+        """The oldest pinned version; None when nothing is pinned."""
+        return min(self.pins, default=None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all snapshots in the memory of this process."""
+        with self._lock:
+            return sum(copy.nbytes for copy in self._copies.values())
+
+    def has_room(self) -> bool:
+        """Whether `put` would find a place now."""
+        with self._lock:
+            return len(self._copies) < self.capacity or self._leaving() is not None
+
+    def put(self, version: int, params: dict) -> None:
+        """Copies the parameters of a new version; the caller may donate them at once.
+
+        Args:
+          version: larger than every version put before.
+          params: nested dict of `jax.Array`, sharded in any way.
+
+        Raises:
+          RingFull: every version that could leave is pinned. Nothing has changed.
+          ValueError: the version does not increase, or the parameters cannot be copied.
+        """
+        version = operator.index(version)
+        snapshot_store.check_params(params)  # before anything leaves
+        with self._lock:
+            newest = max(self._copies, default=-1)
+            if version <= newest:
+                raise ValueError(f"version {version} put after version {newest}, wanted a larger one; versions count publishes")
+            if not self.has_room():
+                raise RingFull(f"no room for version {version}: the ring of {self.capacity} holds versions {list(self._copies)}, "
+                               f"pinned {self.pins}; skip this publish, drop the stalest trajectories, or raise --ring-capacity")
+            if len(self._copies) == self.capacity:  # before the copy, so that memory never holds more than the capacity
+                del self._copies[self._leaving()]
+        copy = snapshot_store.host_copy(params)
+        with self._lock:
+            self._copies[version] = copy
+        if self._persist_every is not None and version % self._persist_every == 0:
+            self.persist(version)
+
+    def get(self, version: int) -> dict:
+        """The parameters on their devices, bitwise equal to those put and with their sharding.
+
+        Raises:
+          VersionGone: the ring does not hold this version.
+        """
+        return self._copy(version).to_device()
+
+    def digest(self, version: int) -> str:
+        """The `params_digest` of a version, computed once. A collective where several processes hold the parameters.
+
+        Raises:
+          VersionGone: the ring does not hold this version.
+        """
+        return self._copy(version).digest()
+
+    def pin(self, versions: Iterable[int]) -> None:
+        """Keeps versions, one count for each time one is named: as a rule the distinct versions of one trajectory.
+
+        Raises:
+          VersionGone: the ring does not hold one of them. Nothing has changed.
+        """
+        counts = collections.Counter(operator.index(version) for version in versions)
+        with self._lock:
+            for version in counts:
+                self._copy(version)
+            self._pins.update(counts)
+
+    def release(self, versions: Iterable[int]) -> None:
+        """Takes back what one `pin` with the same versions did.
+
+        Raises:
+          ValueError: one of them is not pinned so often. Nothing has changed.
+        """
+        counts = collections.Counter(operator.index(version) for version in versions)
+        with self._lock:
+            for version, count in counts.items():
+                if count > self._pins[version]:
+                    raise ValueError(f"version {version} released {count} times but pinned {self._pins[version]} times, wanted "
+                                     f"one release for each pin; pins: {self.pins}")
+            self._pins = self._pins - counts
+
+    def persist(self, version: int) -> None:
+        """Starts to write a version to the store, unless that was done before. It may leave the ring meanwhile.
+
+        Raises:
+          VersionGone: the ring does not hold this version.
+          ValueError: the ring has no store, or the store holds another snapshot of this version.
+        """
+        if self._store is None:
+            raise ValueError(f"version {version} cannot be persisted: the ring has no store; make it with one")
+        copy = self._copy(version)
+        if version not in self._persisted:
+            self._store.save(version, copy)
+            self._persisted.add(version)
+
+    def state(self) -> dict:
+        """Plain numpy arrays and JSON values. Waits for the save under way, so that whoever resumes finds it on disk.
+
+        A collective where several processes hold the parameters; every process then has the global arrays.
+        """
+        if self._store is not None:
+            self._store.wait()
+        with self._lock:
+            copies = dict(self._copies)
+            pins = self.pins
+        return {
+            "versions": list(copies),
+            "pins": {str(version): count for version, count in pins.items()},
+            "persisted": sorted(self._persisted),
+            "params": {str(version): copy.to_numpy() for version, copy in copies.items()},
+        }
+
+    def restore(self, state: dict, like: dict) -> None:
+        """Becomes the ring whose `state` this is.
+
+        Args:
+          state: from `state()`.
+          like: tree of `jax.ShapeDtypeStruct` with the shardings that `get` shall return.
+
+        Raises:
+          ValueError: more versions than the capacity, or arrays of another model.
+        """
+        if len(state["versions"]) > self.capacity:
+            raise ValueError(f"the saved ring holds versions {state['versions']}, wanted at most {self.capacity}; "
+                             f"resume with --ring-capacity {len(state['versions'])} or more")
+        copies = {version: snapshot_store.from_numpy(state["params"][str(version)], like) for version in state["versions"]}
+        with self._lock:
+            self._copies = copies
+            self._pins = collections.Counter({int(version): count for version, count in state["pins"].items()})
+            self._persisted = set(state["persisted"])
+
+    def _copy(self, version: int) -> snapshot_store.HostCopy:
+        with self._lock:
+            if version not in self._copies:
+                raise VersionGone(f"version {version} is not in the ring, which holds {list(self._copies)}; "
+                                  "pin a version as soon as a token of it exists, or mask the token and count it")
+            return self._copies[version]
+
+    def _leaving(self) -> int | None:
+        """The version that leaves next: the oldest unpinned one, or None.
+
+        Never the newest, which the sampler still writes tokens with; but a ring of one has no other, and its sampler is paused.
+        """
+        candidates = list(self._copies)[: max(self.capacity - 1, 1)]
+        return next((version for version in candidates if not self._pins[version]), None)

@@ -1,0 +1,30 @@
+"""Packaging. Lower bounds name the oldest releases whose interfaces we use; JetStream is pinned to the contract we implement."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="exactor",
+    version="0.1.0",
+    description="Asynchronous reinforcement learning of language-model agents that knows its exact old logits",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["rl", "rl.*", "models", "models.*", "launch", "launch.*"]),
+    install_requires=[
+        "chex>=0.1.90",
+        "flax>=0.12",
+        "google-jetstream==0.2.2",
+        "gymnasium>=1.0",
+        "jax>=0.10",
+        "numpy>=2.0",
+        "optax>=0.2.5",
+        "orbax-checkpoint>=0.12",
+        "rich>=13",
+        "tensorstore>=0.1.84",
+        "tyro>=1.0",
+    ],
+    extras_require={
+        "tpu": ["jax[tpu]"],
+        "test": ["hypothesis>=6.100", "pytest>=8", "ruff>=0.12"],
+        "notebooks": ["ipykernel", "matplotlib>=3.9", "nbclient>=0.10"],
+    },
+)

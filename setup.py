@@ -10,6 +10,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["rl", "rl.*", "models", "models.*", "launch", "launch.*"]),
     install_requires=[
+        "cattrs>=24.1",
         "chex>=0.1.90",
         "flax>=0.12",
         "google-jetstream==0.2.2",
@@ -24,7 +25,7 @@ setup(
     ],
     extras_require={
         "tpu": ["jax[tpu]"],
-        "test": ["hypothesis>=6.100", "pytest>=8", "ruff>=0.12"],
+        "test": ["hypothesis>=6.100", "pytest>=8", "ruff>=0.12", "safetensors>=0.5"],
         "notebooks": ["ipykernel", "matplotlib>=3.9", "nbclient>=0.10"],
     },
 )

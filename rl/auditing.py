@@ -254,9 +254,8 @@ def _check_step(directory: pathlib.Path, header: dict, segments: list[dict], rep
     for row, (start, stop) in enumerate(zip(arrays["offsets"][:-1], arrays["offsets"][1:], strict=True)):
         wrong = np.flatnonzero(arrays["loss_mask"][start:stop] & (num_rows[start:stop] != 1))
         if len(wrong):
-            report.failures.append(
-                f"step {step}, trajectory {arrays['request_ids'][row]}: {len(wrong)} trained tokens are not in exactly one segment "
-                f"row; the first is token {wrong[0]}, in {num_rows[start + wrong[0]]}")
+            report.failures.append(f"step {step}, trajectory {arrays['request_ids'][row]}: {len(wrong)} trained tokens are not "
+                                   f"in exactly one segment row; the first is token {wrong[0]}, in {num_rows[start + wrong[0]]}")
 
 
 def _part(row: dict, arrays: dict[str, np.ndarray]) -> slice:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.types import Batch, Trajectory
+from rl.types import NO_POLICY, Batch, Trajectory
 
 
 def length_buckets(max_length: int, num_buckets: int) -> tuple[int, ...]:
@@ -38,24 +38,29 @@ def pad_rows(rows: Sequence[np.ndarray], length: int, *, fill, num_rows: int | N
     return padded
 
 
-def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequence[np.ndarray], advantages: np.ndarray, length: int) -> Batch:
+def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequence[np.ndarray], advantages: np.ndarray, num_rows: int,
+               length: int) -> Batch:
     """One learner step's rows, in numpy.
 
     Args:
-      trajectories: B of them.
+      trajectories: at most B of them; rows that are missing are empty, so that the batch has its shape when a group lost a member.
       proximal_logprobs: float32, one array a trajectory, of its length.
-      advantages: float32 [B], given to each trained token of the row.
+      advantages: float32, one a trajectory, given to each trained token of its row.
+      num_rows: B.
       length: T, a bucket that holds the longest.
 
     Returns:
       A `Batch` of [B, T] arrays.
     """
-    masks = pad_rows([t.loss_mask for t in trajectories], length, fill=False)
+    def pad(rows, fill):
+        return pad_rows(rows, length, fill=fill, num_rows=num_rows)
+
     return Batch(
-        tokens=pad_rows([t.tokens for t in trajectories], length, fill=0),
-        valid=pad_rows([np.ones(len(t), bool) for t in trajectories], length, fill=False),
-        loss_mask=masks,
-        sampler_logprobs=pad_rows([t.sampler_logprobs for t in trajectories], length, fill=0.0),
-        proximal_logprobs=pad_rows([np.asarray(row, np.float32) for row in proximal_logprobs], length, fill=0.0),
-        advantages=np.where(masks, advantages[:, None].astype(np.float32), np.float32(0)),
-        policy_versions=pad_rows([t.policy_versions for t in trajectories], length, fill=-1))
+        tokens=pad([t.tokens for t in trajectories], 0),
+        valid=pad([np.ones(len(t), bool) for t in trajectories], False),
+        loss_mask=pad([t.loss_mask for t in trajectories], False),
+        sampler_logprobs=pad([t.sampler_logprobs for t in trajectories], 0.0),
+        proximal_logprobs=pad([np.asarray(row, np.float32) for row in proximal_logprobs], 0.0),
+        advantages=pad([np.where(t.loss_mask, np.float32(advantage), np.float32(0))
+                        for t, advantage in zip(trajectories, advantages, strict=True)], 0.0),
+        policy_versions=pad([t.policy_versions for t in trajectories], NO_POLICY))

@@ -1,15 +1,12 @@
-"""The sampling engine: JetStream's `Engine` contract over our own cached forward.
+"""The sampling engine: JetStream's `Engine` contract over the pure functions of `rl.sampling`, compiled and placed on a mesh.
 
 Parameters are an argument of every call, which is what lets the sampler swap policies between two tokens. Three things go
 beyond the contract of JetStream 0.2.2, because reinforcement learning needs them and it has no place for them:
 
-* `decode` returns each token's logprob and the version of the policy that sampled it. The version rides in `LoadedPolicy`
-  with the weights, so a token cannot be stamped with another version than the one whose weights were used.
+* `decode` returns each token's logprob and the version of the policy that sampled it.
 * Sampling noise is a function of (seed, request id, token position). The request id rides in the prefix.
-* `append` adds an environment's tokens to running rows, and `refill` recomputes their caches under new weights.
-
-A row holds a context of n+1 tokens as n in the cache and one, `next_tokens`, that the next decode step feeds. A row whose
-`remaining` is 0 is idle: decoding leaves it as it is.
+* `insert_group` gives a group's members one prefix, `append` adds an environment's tokens to running rows, and `refill`
+  recomputes their caches under new weights.
 
 JetStream imports TensorFlow (seconds, and about a gigabyte), so this is the only module that imports it.
 """
@@ -18,16 +15,16 @@ import contextlib
 import functools
 import os
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from models import decode
-from models.sharding import (BATCH_AXES, DECODE_RULES, batch_sharding, check_rows, parameter_shardings, replicated)
+from models.sharding import BATCH_AXES, DECODE_RULES, batch_sharding, check_rows, parameter_shardings, replicated
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
-from rl.logprobs import log_softmax_and_entropy
+from rl import sampling
+from rl.sampling import DecodeState, LoadedPolicy, Prefix, Sampled
 
 
 @contextlib.contextmanager
@@ -44,50 +41,7 @@ def _silenced_stderr():
 
 
 with _silenced_stderr():
-    from jetstream.engine import engine_api, tokenizer_api, tokenizer_pb2
-
-
-@chex.dataclass(frozen=True)
-class LoadedPolicy:
-    """A policy ready to sample: weights laid out by `decode.prepare`, and the version (int32 scalar) they belong to."""
-
-    weights: Params
-    version: jax.Array
-
-
-@chex.dataclass(frozen=True)
-class Prefix:
-    """A prefilled context of one row, and whose it is. `cache` has room for its length bucket; scalars are int32."""
-
-    cache: decode.Cache
-    next_token: jax.Array
-    length: jax.Array  # tokens in the cache
-    request_id: jax.Array
-    remaining: jax.Array  # tokens the turn may sample
-    greedy: jax.Array  # bool
-
-
-@chex.dataclass(frozen=True)
-class DecodeState:
-    """S slots. Every array but the cache has shape [S]."""
-
-    cache: decode.Cache
-    next_tokens: jax.Array
-    lengths: jax.Array
-    request_ids: jax.Array
-    remaining: jax.Array
-    greedy: jax.Array
-
-
-@chex.dataclass(frozen=True)
-class Sampled:
-    """What a `decode` of K steps sampled; arrays [S, K]. Where `valid` is False the slot was idle and the rest is garbage."""
-
-    tokens: jax.Array
-    logprobs: jax.Array  # float32 nats, of the distribution sampled from
-    versions: jax.Array
-    valid: jax.Array
-    num_steps: jax.Array  # [S], the same for all: steps really run, for decoding ends early when every slot is idle
+    from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
 
 
 class PolicyEngine(engine_api.Engine):
@@ -104,8 +58,8 @@ class PolicyEngine(engine_api.Engine):
       stop_tokens: ids that end a turn.
     """
 
-    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, slots: int, max_steps: int, temperature: float, top_p: float = 1.0,
-                 seed: int, stop_tokens: tuple[int, ...] = ()):
+    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, slots: int, max_steps: int, temperature: float,
+                 top_p: float = 1.0, seed: int, stop_tokens: tuple[int, ...] = ()):
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, wanted more than 0; for greedy decoding make the request greedy")
         if not 0 < top_p <= 1:
@@ -120,15 +74,20 @@ class PolicyEngine(engine_api.Engine):
         self._is_stop = jax.device_put(is_stop, replicated(mesh))
 
         state_shardings = self._state_shardings()
-        weight_shardings = self._weight_shardings()
-        self._load = jax.jit(functools.partial(decode.prepare, model), out_shardings=weight_shardings)
-        self._init = jax.jit(self._empty_state, out_shardings=state_shardings)
-        self._decode = jax.jit(self._decode_loop, donate_argnums=1, out_shardings=(state_shardings, batch_sharding(mesh)))
-        self._prefill = jax.jit(functools.partial(_prefill, model))
-        self._insert = jax.jit(_insert, donate_argnums=1, out_shardings=state_shardings)
-        self._append = jax.jit(functools.partial(_append, model), donate_argnums=1, out_shardings=state_shardings)
-        self._free = jax.jit(_free, donate_argnums=0, out_shardings=state_shardings)
-        self._refill = jax.jit(functools.partial(_refill, model), donate_argnums=1, out_shardings=state_shardings)
+        self._load = jax.jit(functools.partial(decode.prepare, model), out_shardings=self._weight_shardings())
+        self._init = jax.jit(functools.partial(sampling.empty_state, model, slots), out_shardings=state_shardings)
+        self._prefill = jax.jit(functools.partial(sampling.prefill, model), out_shardings=replicated(mesh))
+
+        def changes_state(function, state_argument, out_shardings=state_shardings):
+            return jax.jit(function, donate_argnums=state_argument, out_shardings=out_shardings)
+
+        self._insert = changes_state(sampling.insert, 1)
+        self._insert_group = changes_state(sampling.insert_group, 1)
+        self._append = changes_state(functools.partial(sampling.append, model), 1)
+        self._refill = changes_state(functools.partial(sampling.refill, model), 1)
+        self._free = changes_state(sampling.free, 0)
+        decode_loop = functools.partial(sampling.decode_loop, model, max_steps=max_steps, temperature=temperature, top_p=top_p)
+        self._decode = changes_state(decode_loop, 1, (state_shardings, batch_sharding(mesh)))
 
     # --- JetStream's contract ---
 
@@ -140,31 +99,32 @@ class PolicyEngine(engine_api.Engine):
                 request_id: int = 0, remaining: int | None = None, greedy: bool = False) -> Prefix:
         """The KV cache of a context. Compiled once for each length of `padded_tokens`, int32 [n].
 
-        The tokens follow those of `existing_prefix`, if there is one. `remaining`, the tokens that may be sampled, is by default
-        whatever fits.
+        The tokens follow those of `existing_prefix`, if there is one. `remaining` may be sampled: by default, all that fits.
         """
         tokens = np.asarray(padded_tokens, np.int32)
         if not 1 <= true_length <= len(tokens):
-            raise ValueError(f"prefill of {true_length} tokens padded to {len(tokens)}; wanted at least 1 and at most the padded length")
-        if existing_prefix is not None:
-            known = existing_prefix.length + 1
-            raise_if_too_long(int(known) + true_length, self.max_prefill_length)
-        else:
-            raise_if_too_long(true_length, self.max_prefill_length)
-        if remaining is None:
-            remaining = self.max_prefill_length - true_length - (0 if existing_prefix is None else int(known))
-        scalars = (np.int32(true_length), np.int32(request_id), np.int32(remaining), np.bool_(greedy))
-        return self._prefill(params.weights, existing_prefix, self._device(tokens), *map(self._device, scalars))
+            raise ValueError(f"prefill of {true_length} tokens padded to {len(tokens)}; "
+                             "wanted at least 1 and at most the padded length")
+        context_length = true_length if existing_prefix is None else int(existing_prefix.length) + 1 + true_length
+        raise_if_too_long(context_length, self.max_prefill_length)
+        room = self.max_prefill_length - context_length
+        scalars = {"true_length": np.int32(true_length), "request_id": np.int32(request_id),
+                   "remaining": np.int32(room if remaining is None else min(remaining, room)), "greedy": np.bool_(greedy)}
+        tokens, scalars = self._device((tokens, scalars))
+        return self._prefill(params.weights, existing_prefix, tokens, **scalars)
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Puts a prefix into a slot; `decode_state` is donated."""
+        if not 0 <= slot < self._slots:
+            raise ValueError(f"insert into slot {slot}, wanted 0 to {self._slots - 1}")
         return self._insert(prefix, decode_state, self._device(np.int32(slot)))
 
     def generate(self, params: LoadedPolicy, decode_state: DecodeState) -> tuple[DecodeState, engine_api.ResultTokens]:
-        """One decode step as JetStream sees it: tokens, validity and lengths in one array, without logprobs."""
+        """One decode step as JetStream sees it: tokens, validity and numbers of tokens sampled in one array, without logprobs."""
         decode_state, sampled = self.decode(params, decode_state, 1)
-        packed = jnp.concatenate([sampled.tokens[:, :1], sampled.valid[:, :1].astype(jnp.int32), decode_state.lengths[:, None] + 1], axis=1)
-        return decode_state, engine_api.ResultTokens(data=packed, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1)
+        columns = [sampled.tokens[:, :1], sampled.valid[:, :1].astype(jnp.int32), decode_state.num_sampled[:, None]]
+        return decode_state, engine_api.ResultTokens(data=jnp.concatenate(columns, axis=1), tokens_idx=(0, 1), valid_idx=(1, 2),
+                                                     length_idx=(2, 3), samples_per_slot=1)
 
     def init_decode_state(self) -> DecodeState:
         """All slots idle and empty."""
@@ -211,9 +171,17 @@ class PolicyEngine(engine_api.Engine):
             raise ValueError(f"decode of {num_steps} steps, wanted 1 to {self.max_steps}; raise --decode-steps-per-call")
         return self._decode(params, state, self._key, self._is_stop, self._device(np.int32(num_steps)))
 
-    def append(self, params: LoadedPolicy, state: DecodeState, tokens: np.ndarray, counts: np.ndarray, remaining: np.ndarray) -> DecodeState:
+    def insert_group(self, prefix: Prefix, state: DecodeState, slots: np.ndarray, *, request_ids: np.ndarray,
+                     remaining: np.ndarray, greedy: np.ndarray) -> DecodeState:
+        """Puts one prefix into R slots, for a request each; all arrays [R]. A slot number of S stands for no slot."""
+        slots, rows = self._device((slots, {"request_ids": request_ids, "remaining": remaining, "greedy": greedy}))
+        return self._insert_group(prefix, state, slots, **rows)
+
+    def append(self, params: LoadedPolicy, state: DecodeState, tokens: np.ndarray, *, counts: np.ndarray,
+               remaining: np.ndarray) -> DecodeState:
         """Appends counts[s] tokens of int32 [S, T] to slot s and lets it sample `remaining[s]`; count 0 leaves a slot alone."""
-        return self._append(params.weights, state, *map(self._device_rows, (tokens, counts, remaining)))
+        tokens, counts, remaining = jax.device_put((tokens, counts, remaining), batch_sharding(self._mesh))
+        return self._append(params.weights, state, tokens, counts=counts, remaining=remaining)
 
     def refill(self, params: LoadedPolicy, state: DecodeState, slots: np.ndarray, *, contexts: np.ndarray, counts: np.ndarray,
                request_ids: np.ndarray, remaining: np.ndarray, greedy: np.ndarray) -> DecodeState:
@@ -221,7 +189,9 @@ class PolicyEngine(engine_api.Engine):
 
         A slot number of S stands for no slot.
         """
-        return self._refill(params.weights, state, *map(self._device, (slots, contexts, counts, request_ids, remaining, greedy)))
+        rows = {"contexts": contexts, "counts": counts, "request_ids": request_ids, "remaining": remaining, "greedy": greedy}
+        slots, rows = self._device((slots, rows))
+        return self._refill(params.weights, state, slots, **rows)
 
     def free_resource(self, state: DecodeState, slot: int) -> DecodeState:
         """Makes a slot idle, in the middle of a turn too."""
@@ -229,160 +199,38 @@ class PolicyEngine(engine_api.Engine):
 
     # --- inside ---
 
-    def _device(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, replicated(self._mesh))
-
-    def _device_rows(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, batch_sharding(self._mesh))
+    def _device(self, arrays):
+        return jax.device_put(arrays, replicated(self._mesh))
 
     def _weight_shardings(self):
         shapes, axes = self._model.shapes, self._model.axes
         shardings = parameter_shardings(axes, shapes, self._mesh, rules=DECODE_RULES)
-        unstacked = jax.tree.map(lambda sharding: jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*sharding.spec[1:])),
-                                 shardings["blocks"])
-        return {**shardings, "blocks": (unstacked,) * self._model.config.num_layers}
+
+        def unstacked(sharding):
+            return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
+
+        return {**shardings, "blocks": (jax.tree.map(unstacked, shardings["blocks"]),) * self._model.config.num_layers}
 
     def _state_shardings(self) -> DecodeState:
         rows = batch_sharding(self._mesh)
         cache = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(BATCH_AXES, None, "tensor"))
         layers = (cache,) * self._model.config.num_layers
-        return DecodeState(cache=decode.Cache(keys=layers, values=layers), next_tokens=rows, lengths=rows, request_ids=rows,
-                           remaining=rows, greedy=rows)
-
-    def _empty_state(self) -> DecodeState:
-        zeros = jnp.zeros((self._slots,), jnp.int32)
-        return DecodeState(cache=decode.init_cache(self._model.config, self._slots, self._model.config.max_length), next_tokens=zeros,
-                           lengths=zeros, request_ids=zeros, remaining=zeros, greedy=jnp.zeros((self._slots,), bool))
-
-    def _decode_loop(self, policy: LoadedPolicy, state: DecodeState, key: jax.Array, is_stop: jax.Array, num_steps: jax.Array):
-        shape = (self._slots, self.max_steps)
-        empty = Sampled(tokens=jnp.zeros(shape, jnp.int32), logprobs=jnp.zeros(shape, jnp.float32), versions=jnp.zeros(shape, jnp.int32),
-                        valid=jnp.zeros(shape, bool), num_steps=jnp.zeros((self._slots,), jnp.int32))
-
-        def going(carry):
-            step, state, _ = carry
-            return (step < num_steps) & jnp.any(state.remaining > 0)
-
-        def one_step(carry):
-            step, state, sampled = carry
-            active = state.remaining > 0
-            positions = jnp.where(active, state.lengths, self._model.config.max_length)
-            logits, cache = decode.decode_step(self._model, policy.weights, state.cache, state.next_tokens, positions=positions)
-            tokens, logprobs = sample(logits, key, request_ids=state.request_ids, positions=state.lengths + 1, greedy=state.greedy,
-                                      temperature=self.temperature, top_p=self.top_p)
-            remaining = jnp.where(is_stop[tokens], 0, state.remaining - 1)
-            sampled = Sampled(tokens=sampled.tokens.at[:, step].set(tokens), logprobs=sampled.logprobs.at[:, step].set(logprobs),
-                              versions=sampled.versions.at[:, step].set(policy.version), valid=sampled.valid.at[:, step].set(active),
-                              num_steps=sampled.num_steps + 1)
-            state = state.replace(cache=cache, next_tokens=jnp.where(active, tokens, state.next_tokens),
-                                  lengths=state.lengths + active.astype(jnp.int32), remaining=jnp.where(active, remaining, 0))
-            return step + 1, state, sampled
-
-        _, state, sampled = jax.lax.while_loop(going, one_step, (jnp.int32(0), state, empty))
-        return state, sampled
-
-
-def sample(logits: jax.Array, key: jax.Array, *, request_ids: jax.Array, positions: jax.Array, greedy: jax.Array, temperature: float,
-           top_p: float) -> tuple[jax.Array, jax.Array]:
-    """One token a row by the Gumbel maximum.
-
-    The noise depends on (key, request id, position of the token) alone, so neither the slot, nor its neighbours, nor the timing of
-    the call changes what a request samples.
-
-    Args:
-      logits: float32 [S, V].
-      key: the run's sampling key.
-      request_ids: int32 [S].
-      positions: int32 [S], the position the sampled token will have.
-      greedy: bool [S], take the likeliest token instead.
-      temperature: divides the logits.
-      top_p: keep the likeliest tokens that together hold this mass.
-
-    Returns:
-      Tokens int32 [S] and their logprobs float32 [S] in nats, under the distribution that sampled them.
-    """
-    log_probabilities, _ = log_softmax_and_entropy(logits, temperature=temperature)
-    if top_p < 1:
-        log_probabilities = _nucleus(log_probabilities, top_p)
-    keys = jax.vmap(lambda request_id, position: jax.random.fold_in(jax.random.fold_in(key, request_id), position))(request_ids, positions)
-    noise = jax.vmap(lambda row_key: jax.random.gumbel(row_key, (logits.shape[1],)))(keys)
-    tokens = jnp.argmax(log_probabilities + jnp.where(greedy[:, None], 0.0, noise), axis=-1)
-    return tokens, jnp.take_along_axis(log_probabilities, tokens[:, None], axis=-1)[:, 0]
-
-
-def _nucleus(log_probabilities: jax.Array, top_p: float) -> jax.Array:
-    """Renormalised over the smallest set of likeliest tokens whose mass reaches `top_p` (arXiv 1904.09751)."""
-    descending = jnp.flip(jnp.sort(log_probabilities, axis=-1), axis=-1)
-    mass_before = jnp.cumsum(jnp.exp(descending), axis=-1) - jnp.exp(descending)
-    last_kept = jnp.sum((mass_before < top_p).astype(jnp.int32), axis=-1, keepdims=True) - 1
-    threshold = jnp.take_along_axis(descending, last_kept, axis=-1)
-    return jax.nn.log_softmax(jnp.where(log_probabilities >= threshold, log_probabilities, -jnp.inf), axis=-1)
+        return DecodeState(cache=decode.Cache(keys=layers, values=layers), next_tokens=rows, lengths=rows, num_sampled=rows,
+                           request_ids=rows, remaining=rows, greedy=rows)
 
 
 def raise_if_too_long(length: int, room: int) -> None:
     """Raises ValueError when a context does not leave room for one sampled token."""
     if length >= room:
-        raise ValueError(f"a context of {length} tokens leaves no room to sample: a slot holds {room}; shorten the prompt or raise --max-length")
-
-
-def _prefill(model, weights, existing: Prefix | None, tokens, true_length, request_id, remaining, greedy) -> Prefix:
-    """All tokens but the last go into the cache; the last is fed by the first decode step."""
-    last = tokens[true_length - 1]
-    if existing is None:
-        fed, count, start = tokens, true_length - 1, jnp.zeros((), jnp.int32)
-        cache = decode.init_cache(model.config, 1, tokens.shape[0])
-    else:
-        fed, count, start = jnp.concatenate([existing.next_token[None], tokens[:-1]]), true_length, existing.length
-        cache = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, tokens.shape[0]), (0, 0), (0, 0))), existing.cache)
-    _, cache = decode.extend(model, weights, cache, fed[None], starts=start[None], counts=count[None])
-    return Prefix(cache=cache, next_token=last, length=start + count, request_id=request_id, remaining=remaining, greedy=greedy)
-
-
-def _insert(prefix: Prefix, state: DecodeState, slot) -> DecodeState:
-    room = state.cache.keys[0].shape[1]
-
-    def put(leaf, new):
-        zero = jnp.zeros((), jnp.int32)
-        return jax.lax.dynamic_update_slice(leaf, new[:, :room], (slot, zero, zero, zero))
-
-    return DecodeState(cache=jax.tree.map(put, state.cache, prefix.cache), next_tokens=state.next_tokens.at[slot].set(prefix.next_token),
-                       lengths=state.lengths.at[slot].set(prefix.length), request_ids=state.request_ids.at[slot].set(prefix.request_id),
-                       remaining=state.remaining.at[slot].set(prefix.remaining), greedy=state.greedy.at[slot].set(prefix.greedy))
-
-
-def _append(model, weights, state: DecodeState, tokens, counts, remaining) -> DecodeState:
-    fed = jnp.concatenate([state.next_tokens[:, None], tokens[:, :-1]], axis=1)
-    _, cache = decode.extend(model, weights, state.cache, fed, starts=state.lengths, counts=counts)
-    appended = counts > 0
-    last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-    return state.replace(cache=cache, next_tokens=jnp.where(appended, last, state.next_tokens), lengths=state.lengths + counts,
-                         remaining=jnp.where(appended, remaining, state.remaining))
-
-
-def _free(state: DecodeState, slot) -> DecodeState:
-    return state.replace(remaining=state.remaining.at[slot].set(0))
-
-
-def _refill(model, weights, state: DecodeState, slots, contexts, counts, request_ids, remaining, greedy) -> DecodeState:
-    fresh = decode.prefill(model, weights, contexts, counts=counts - 1)
-    width = contexts.shape[1]
-    cache = jax.tree.map(lambda leaf, new: leaf.at[slots, :width].set(new, mode="drop"), state.cache, fresh)
-    last = jnp.take_along_axis(contexts, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-
-    def put(leaf, new):
-        return leaf.at[slots].set(new, mode="drop")
-
-    return DecodeState(cache=cache, next_tokens=put(state.next_tokens, last), lengths=put(state.lengths, counts - 1),
-                       request_ids=put(state.request_ids, request_ids), remaining=put(state.remaining, remaining),
-                       greedy=put(state.greedy, greedy))
+        raise ValueError(f"a context of {length} tokens leaves no room to sample: a slot holds {room}; "
+                         "shorten the prompt or raise --max-length")
 
 
 class _JetStreamTokenizer(tokenizer_api.Tokenizer):
     """`ByteTokenizer` as JetStream wants it."""
 
-    def encode(self, s: str, **kwargs) -> tuple[np.ndarray, int]:
-        tokens = np.concatenate([[ByteTokenizer.bos], ByteTokenizer().encode(s)]).astype(np.int32)
-        return tokens, len(tokens)
+    def encode(self, s: str, **kwargs) -> tuple[jax.Array | np.ndarray, int]:
+        return token_utils.pad_tokens(ByteTokenizer().encode(s), self.bos_id, self.pad_id, **kwargs)
 
     def decode(self, token_ids: list[int], **kwargs) -> str:
         return ByteTokenizer().decode(np.asarray(token_ids, np.int32))

@@ -22,13 +22,26 @@ class Evaluation:
     trajectories: list[Trajectory]
 
 
-def evaluate(sampler: Sampler, make_environment: Callable[[], Environment], *, num_episodes: int, greedy: bool, max_length: int) -> Evaluation:
-    """Plays the held-out instances of seeds 0 to num_episodes - 1, once each, with the sampler's present policy."""
+def evaluate(sampler: Sampler, make_environment: Callable[[], Environment], *, num_episodes: int, greedy: bool,
+             max_length: int) -> Evaluation:
+    """Plays the held-out instances of seeds 0 to num_episodes - 1, once each, with the sampler's present policy.
+
+    Raises:
+      ValueError: no episodes, or a sampler that is paused or has other requests.
+    """
+    if num_episodes < 1:
+        raise ValueError(f"evaluation of {num_episodes} episodes, wanted at least 1; raise --evaluation-episodes")
+    if sampler.num_running or sampler.num_waiting or sampler.is_paused:
+        raise ValueError(f"evaluation with a sampler of {sampler.num_running} running and {sampler.num_waiting} waiting requests"
+                         f"{', paused' if sampler.is_paused else ''}; wanted an idle one, not paused: "
+                         "give the evaluation a sampler of its own")
     rollouts = Rollouts(sampler, make_environment, max_length=max_length)
     for seed in range(num_episodes):
         rollouts.start(seed, [REQUEST_OFFSET + seed], seed=seed, greedy=greedy)
     trajectories = []
     while rollouts.num_running:
         trajectories.extend(rollouts.step(sampler.max_steps).finished)
-    return Evaluation(success=sum(t.success for t in trajectories) / num_episodes, reward=sum(t.reward for t in trajectories) / num_episodes,
-                      tokens=sum(map(len, trajectories)) / num_episodes, trajectories=sorted(trajectories, key=lambda t: t.request_id))
+    return Evaluation(success=sum(trajectory.success for trajectory in trajectories) / num_episodes,
+                      reward=sum(trajectory.reward for trajectory in trajectories) / num_episodes,
+                      tokens=sum(map(len, trajectories)) / num_episodes,
+                      trajectories=sorted(trajectories, key=lambda trajectory: trajectory.request_id))

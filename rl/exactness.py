@@ -1,7 +1,7 @@
 """Is a replay really exact? Asked of every run, and answered with a number.
 
-While a version is live, `record` scores with it the trajectories that hold its tokens, finished or not. When they are trained, `check`
-compares the ring's replay, whatever lies between: other versions, host copies, encodings, restarts.
+While a version is live, `record` scores with it the trajectories that hold its tokens, finished or not. When they are trained,
+`check` compares the ring's replay, whatever lies between: other versions, host copies, encodings, restarts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,7 +46,8 @@ class ExactnessProbe:
                 if live is None:
                     continue
                 replayed = trajectory.old_logprobs[trajectory.policy_versions == version]
-                error = max(error, float(np.max(np.abs(replayed.astype(np.float64) - live.logprobs))))
+                difference = np.abs(replayed.astype(np.float64) - live.logprobs)
+                error = max(error, float(np.max(np.nan_to_num(difference, nan=np.inf))))  # max() would overlook a NaN
                 self.num_compared += len(replayed)
         self.max_error = max(self.max_error, error)
         return error
@@ -63,7 +64,7 @@ class ExactnessProbe:
     def state(self) -> dict:
         """Records and counters as plain arrays and JSON values."""
         return {"max_error": self.max_error, "num_compared": self.num_compared,
-                "live": [{"request_id": request_id, "version": version, "logprobs": scored.logprobs, "bucket": list(scored.bucket)}
+                "live": [{"request_id": request_id, "version": version, "logprobs": scored.logprobs, "bucket": [*scored.bucket]}
                          for (request_id, version), scored in self._live.items()]}
 
     def restore(self, state: dict) -> None:

@@ -105,6 +105,12 @@ def publish_cast(params: Params, precision: Precision) -> Params:
     return jax.tree.map(lambda leaf: _rounded(leaf, precision).astype(precision.dtype), params)
 
 
+def published_shapes(model: Model, mesh: jax.sharding.Mesh, precision: Precision) -> Params:
+    """What `Learner.published` returns, as `jax.ShapeDtypeStruct` with shardings."""
+    return jax.tree.map(lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, precision.dtype, sharding=sharding), model.shapes,
+                        parameter_shardings(model.axes, model.shapes, mesh))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def policy_parameters(params: Params, precision: Precision) -> Params:
     """The published parameters' values, still in float32, with the identity as gradient."""
@@ -175,6 +181,7 @@ class Learner:
                                donate_argnums=0, out_shardings=(self.shardings, whole, whole, whole))
         self._row_weights = jax.jit(functools.partial(row_weights, denominator=loss.denominator, constant=loss.denominator_constant),
                                     out_shardings=self._rows)
+        self.published_shapes = published_shapes(model, mesh, publish_dtype)
         self._publish = jax.jit(functools.partial(publish_cast, precision=publish_dtype), out_shardings=parameters)
         self._start = jax.jit(self._fresh, out_shardings=self.shardings)
         # A device array may share memory with the numpy array it came from; what is donated must not.

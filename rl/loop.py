@@ -20,7 +20,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from rl.admission import Admission, StalePolicy
+from models.transformer import Params
+from rl.admission import Admission, DropReason, StalePolicy
 from rl.advantages import AdvantageEstimator, group_advantages
 from rl.batching import bucket_length, make_batch
 from rl.exactness import ExactnessProbe
@@ -30,6 +31,7 @@ from rl.metrics import MetricsWriter, staleness_metrics
 from rl.old_logprobs import Anchored, OldLogprobSource
 from rl.rollout import Rollouts
 from rl.sampler import Sampler
+from rl.snapshot_store import SnapshotStore
 from rl.snapshots import SnapshotRing
 from rl.types import Batch, Trajectory
 
@@ -61,6 +63,7 @@ class Rooms:
 
     learner: Learner
     ring: SnapshotRing
+    store: SnapshotStore  # where the ring persists
     sampler: Sampler
     rollouts: Rollouts
     admission: Admission
@@ -89,15 +92,21 @@ class Loop:
         self.step = 0
         self.version = 0
         self._next_group = 0
-        self._counts = {"skipped_publishes": 0, "dropped_by_full_ring": 0, "tokens_generated": 0}
+        self._counts = {"skipped_publishes": 0, "tokens_generated": 0}
         self._seconds = dict.fromkeys(("rollout", "replay", "train", "publish"), 0.0)
-        self._live = None  # published parameters of the present version, on the device
+        self.live: Params | None = None  # published parameters of the present version, on the device
 
-    def start(self) -> None:
-        """Publishes version 0. It must be what samples the first token, or rollouts would begin with other weights."""
-        self._live = self._rooms.learner.published()
-        self._rooms.ring.put(0, self._live)
-        self._rooms.sampler.publish(0, self._live)
+    def start(self, params: Params) -> None:
+        """Gives the learner its weights and publishes them as version 0: the first token is sampled by what will be trained."""
+        self._rooms.learner.start(params)
+        self.live = self._rooms.learner.published()
+        self._rooms.ring.put(0, self.live)
+        self._rooms.sampler.publish(0, self.live)
+
+    @property
+    def probe(self) -> ExactnessProbe:
+        """What is known of the run's exactness so far."""
+        return self._rooms.probe
 
     def run(self, num_steps: int, on_step: Callable[[dict], None] = lambda metrics: None) -> None:
         """Runs learner steps until `num_steps` are done in all; `on_step` is told each one's metrics."""
@@ -160,26 +169,27 @@ class Loop:
         """From groups to a batch: advantages by group, anchors by the source, rows in the ledger."""
         rooms = self._rooms
         trajectories = [trajectory for group in groups for trajectory in group]
-        anchored = rooms.source.anchor(trajectories, self._live)
+        anchored = rooms.source.anchor(trajectories, self.live)
         if rooms.source.exact:
             rooms.probe.check(anchored.trajectories)
         self._write_ledger(anchored)
-        facts = {**batch_metrics(anchored.trajectories), **staleness_metrics(anchored.trajectories, self.version)}
+        facts = {"version": self.version, **batch_metrics(anchored.trajectories), **staleness_metrics(anchored.trajectories, self.version)}
         for trajectory in trajectories:
             rooms.ring.release(trajectory.versions)
         has_reward = np.asarray([trajectory.reward is not None for trajectory in trajectories])
         advantages = group_advantages(np.asarray([trajectory.reward or 0.0 for trajectory in trajectories], np.float64),
                                       np.asarray([trajectory.group_id for trajectory in trajectories]), has_reward,
                                       estimator=self._options.advantages)
-        length = bucket_length(max(map(len, trajectories)), self._lengths)
-        batch = make_batch(anchored.trajectories, proximal_logprobs=anchored.proximal_logprobs, advantages=advantages, length=length)
+        batch = make_batch(anchored.trajectories, proximal_logprobs=anchored.proximal_logprobs, advantages=advantages,
+                           num_rows=self._options.groups_per_step * self._options.group_size,
+                           length=bucket_length(max(map(len, trajectories)), self._lengths))
         return batch, facts
 
     def _write_ledger(self, anchored: Anchored) -> None:
         scored = [ScoredTrajectory(trajectory, buckets) for trajectory, buckets in zip(anchored.trajectories, anchored.buckets, strict=True)]
         versions = {version for trajectory in anchored.trajectories for version in trajectory.versions}
         digests = {version: self._rooms.ring.digest(version) for version in sorted(versions)}
-        self._rooms.ledger.record_step(self.step, self.version, self._rooms.source.name.value, scored, digests)
+        self._rooms.ledger.record_step(self.step + 1, self.version, self._rooms.source.name.value, scored, digests)
 
     def _train(self, batch: Batch) -> dict:
         metrics = jax.device_get(self._rooms.learner.step(batch, version=self.version).step)
@@ -198,11 +208,11 @@ class Loop:
         if not rooms.ring.has_room():
             self._counts["skipped_publishes"] += 1
             return
-        rooms.probe.record(self.version, self._live, [*rooms.rollouts.partial(), *rooms.admission.unscored()])
+        rooms.probe.record(self.version, self.live, [*rooms.rollouts.partial(), *rooms.admission.unscored()])
         self.version += 1
-        self._live = rooms.learner.published()
-        rooms.ring.put(self.version, self._live)
-        rooms.sampler.publish(self.version, self._live)
+        self.live = rooms.learner.published()
+        rooms.ring.put(self.version, self.live)
+        rooms.sampler.publish(self.version, self.live)
 
     def _drop_stalest(self) -> None:
         """Drops the groups that hold the oldest pinned version, until the ring has room."""
@@ -211,11 +221,26 @@ class Loop:
             oldest = rooms.ring.oldest_pinned
             unscored = [*rooms.rollouts.partial(), *rooms.admission.unscored()]
             for group_id in sorted({trajectory.group_id for trajectory in unscored if oldest in trajectory.versions}):
-                running = [trajectory.request_id for trajectory in rooms.rollouts.partial() if trajectory.group_id == group_id]
-                self._release(rooms.rollouts.cancel(running))
-                rooms.admission.drop(group_id, "ring_full")
-                self._counts["dropped_by_full_ring"] += 1
-            self._release(rooms.admission.discarded())
+                self._drop(group_id, DropReason.RING_FULL)
+
+    def _drop(self, group_id: int, reason: DropReason) -> None:
+        """Drops a group wherever it is, and lets go of its versions."""
+        running = self._rooms.admission.drop(group_id, reason)
+        self._release(self._rooms.rollouts.cancel(running))
+        for request_id in running:
+            self._rooms.admission.cancel(request_id)
+        self._release(self._rooms.admission.discarded())
+
+    def finish(self) -> None:
+        """Ends the run: what is still under way is dropped and counted, and the last version is persisted."""
+        for group_id in self._rooms.admission.group_ids:
+            self._drop(group_id, DropReason.END_OF_RUN)
+        rooms = self._rooms
+        rooms.ring.persist(self.version)
+        rooms.store.wait()
+        self._record_snapshots(rooms.ring.persisted)
+        rooms.ledger.close()
+        rooms.metrics.close()
 
     # --- record ---
 
@@ -228,13 +253,20 @@ class Loop:
 
     def _record(self, facts: dict) -> dict:
         rooms = self._rooms
-        row = {"step": self.step, "version": self.version, **facts, **self._counts, **rooms.admission.counts(),
+        row = {**facts, **self._counts, **rooms.admission.metrics(),
                "exactness_error_max": rooms.probe.max_error, "ring_versions": len(rooms.ring.versions), "ring_bytes": rooms.ring.nbytes,
                **{f"seconds_{name}": seconds for name, seconds in self._seconds.items()}}
+        self._record_snapshots(rooms.ring.persisted[:-1])
         self._counts["tokens_generated"] = 0
         self._seconds = dict.fromkeys(self._seconds, 0.0)
-        rooms.metrics.write(row)
-        return row
+        rooms.metrics.write(self.step, row)
+        return {"step": self.step, **row}
+
+    def _record_snapshots(self, versions: tuple[int, ...]) -> None:
+        """Gives complete snapshots their ledger rows. The newest waits for the next, not for the clock: the ledger must not depend on it."""
+        for version in versions:
+            if version not in self._rooms.ledger.snapshots:
+                self._rooms.ledger.record_snapshot(version, self._rooms.store.digest(version), self._rooms.store.files(version))
 
     # --- state ---
 
@@ -242,22 +274,26 @@ class Loop:
         """The whole run as plain arrays and JSON values."""
         rooms = self._rooms
         return {"step": self.step, "version": self.version, "next_group": self._next_group, "counts": dict(self._counts),
-                **{name: room.state() for name, room in self._stateful().items()}, "rollouts": rooms.rollouts.state(), "sampler": rooms.sampler.state()}
+                **{name: room.state() for name, room in self._stateful().items()}, "ring": rooms.ring.state(),
+                "rollouts": rooms.rollouts.state(), "sampler": rooms.sampler.state()}
 
     def restore(self, state: dict) -> None:
         """Takes a `state` back into rooms built from the same configuration."""
         rooms = self._rooms
         self.step, self.version, self._next_group = state["step"], state["version"], state["next_group"]
         self._counts = dict(state["counts"])
+        rooms.ring.restore(state["ring"], rooms.learner.published_shapes)
+        rooms.store.discard_after(self.version)
         for name, room in self._stateful().items():
             room.restore(state[name])
-        self._live = rooms.ring.get(self.version)
-        rooms.sampler.restore(state["sampler"], self._live)
+        self.live = rooms.ring.get(self.version)
+        rooms.sampler.restore(state["sampler"], self.live)
         rooms.rollouts.restore(state["rollouts"])
 
     def _stateful(self) -> dict:
+        """The rooms that need nothing but their own state."""
         rooms = self._rooms
-        return {"learner": rooms.learner, "ring": rooms.ring, "admission": rooms.admission, "probe": rooms.probe,
+        return {"learner": rooms.learner, "admission": rooms.admission, "probe": rooms.probe,
                 "ledger": rooms.ledger, "metrics": rooms.metrics}
 
 
@@ -270,7 +306,7 @@ def batch_metrics(trajectories: list[Trajectory]) -> dict:
     """What a batch's trajectories say of themselves; engine numerics, in nats, where old logprobs are known."""
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     facts = {"reward_mean": float(np.mean(rewards)), "success_mean": float(np.mean([trajectory.success for trajectory in trajectories])),
-             "trajectory_tokens_mean": float(np.mean([len(trajectory) for trajectory in trajectories])),
+             "trajectories": len(trajectories), "trajectory_tokens_mean": float(np.mean([len(trajectory) for trajectory in trajectories])),
              "tokens_trained": int(sum(trajectory.loss_mask.sum() for trajectory in trajectories))}
     if all(trajectory.old_logprobs is not None for trajectory in trajectories):
         differences = np.concatenate([np.abs(t.old_logprobs - t.sampler_logprobs)[t.loss_mask] for t in trajectories])

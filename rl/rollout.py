@@ -1,8 +1,8 @@
 """Rollouts: environments on one side, the sampler on the other, trajectories out.
 
 Token-in, token-out: what the policy sampled is kept as ids and decoded only to let the environment read it; what the environment
-writes is encoded once and appended. Nothing is ever tokenised again. A publish in the middle of an episode leaves no trace but the
-versions of its tokens.
+writes is encoded once and appended. Nothing is ever tokenised again. A publish in the middle of an episode leaves no trace but
+the versions of its tokens.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ class _Episode:
     context_versions: list[int] = dataclasses.field(default_factory=list)
     turn_starts: list[int] = dataclasses.field(default_factory=list)
     turn_tokens: int = 0  # of the present turn, already sampled
+    newest_version: int = NO_POLICY  # among the tokens
     reward: float = 0.0
 
     def observe(self, tokens: np.ndarray) -> None:
@@ -41,29 +42,32 @@ class _Episode:
         self.policy_versions.extend([NO_POLICY] * len(tokens))
         self.context_versions.extend([NO_POLICY] * len(tokens))
 
-    def act(self, sampled: SampledTokens) -> set[int]:
-        """Appends what the policy sampled; returns the versions that are new to this episode."""
+    def act(self, sampled: SampledTokens) -> list[int]:
+        """Appends what the policy sampled; returns the versions that are new to this episode, in order."""
         if not self.turn_tokens:
             self.turn_starts.append(len(self.tokens))
-        new_versions = set(sampled.policy_versions.tolist()) - set(self.policy_versions)
+        versions = sampled.policy_versions.tolist()
         self.tokens.extend(sampled.tokens.tolist())
         self.sampler_logprobs.extend(sampled.logprobs.tolist())
-        self.policy_versions.extend(sampled.policy_versions.tolist())
+        self.policy_versions.extend(versions)
         self.context_versions.extend(sampled.context_versions.tolist())
-        self.turn_tokens += len(sampled.tokens)
+        self.turn_tokens += len(versions)
+        new_versions = sorted(set(versions) - {self.newest_version})  # versions only grow
+        self.newest_version = max(versions, default=self.newest_version)
         return new_versions
 
     def trajectory(self, *, reward: float | None, success: bool, finish_reason: FinishReason) -> Trajectory:
         arrays = {name: np.asarray(self.__dict__[name], dtype) for name, dtype in _TOKEN_ARRAYS.items()}
         # Greedy tokens were not drawn from the distribution whose logprob they carry: no ratio of theirs means anything.
         loss_mask = (arrays["policy_versions"] != NO_POLICY) & (not self.greedy)
+        turn_starts = np.asarray(self.turn_starts, np.int32)
         return Trajectory(request_id=self.request_id, group_id=self.group_id, **arrays, loss_mask=loss_mask,
-                          turn_starts=np.asarray(self.turn_starts, np.int32), reward=reward, success=success, finish_reason=finish_reason)
+                          turn_starts=turn_starts, reward=reward, success=success, finish_reason=finish_reason)
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutStep:
-    """What one step brought: finished trajectories, and each (trajectory, version) that met for the first time, as the version."""
+    """What one step brought: finished trajectories, and the version of each (trajectory, version) that met for the first time."""
 
     finished: list[Trajectory]
     new_versions: list[int]
@@ -86,10 +90,11 @@ class Rollouts:
         self._episodes: dict[int, _Episode] = {}
 
     def start(self, group_id: int, request_ids: Sequence[int], *, seed: int, greedy: bool = False) -> None:
-        """Starts one episode a request id, all on the instance that `seed` decides."""
-        for request_id in request_ids:
-            environment = self._make_environment()
-            prompt = np.concatenate([np.asarray([self._tokenizer.bos], np.int32), self._tokenizer.encode(environment.reset(seed))])
+        """Starts one episode a request id, all on the instance that `seed` decides. It is made once: that may be slow."""
+        environments = [self._make_environment() for _ in request_ids]
+        prompt = np.insert(self._tokenizer.encode(environments[0].reset(seed)), 0, self._tokenizer.bos)
+        for request_id, environment in zip(request_ids, environments, strict=True):
+            environment.restore(environments[0].state())
             self._sampler.submit(Request(request_id, group_id, prompt, environment.max_turn_tokens, greedy))
             episode = _Episode(request_id, group_id, greedy, environment)
             episode.observe(prompt)
@@ -100,7 +105,7 @@ class Rollouts:
         finished, new_versions = [], []
         for sampled in self._sampler.step(num_steps):
             episode = self._episodes[sampled.request_id]
-            new_versions.extend(sorted(episode.act(sampled)))
+            new_versions.extend(episode.act(sampled))
             if sampled.turn_over:
                 trajectory = self._answer(episode)
                 if trajectory is not None:
@@ -109,7 +114,8 @@ class Rollouts:
 
     def partial(self) -> list[Trajectory]:
         """The episodes under way as they stand, without reward."""
-        return [episode.trajectory(reward=None, success=False, finish_reason=FinishReason.LENGTH) for episode in self._episodes.values()]
+        return [episode.trajectory(reward=None, success=False, finish_reason=FinishReason.LENGTH)
+                for episode in self._episodes.values()]
 
     def cancel(self, request_ids: Sequence[int]) -> list[Trajectory]:
         """Ends episodes where they are and returns them as they stand, so that their versions can be released."""
@@ -124,7 +130,7 @@ class Rollouts:
 
     def _answer(self, episode: _Episode) -> Trajectory | None:
         """The environment's answer to a finished turn; the trajectory if that ends the episode."""
-        action = self._tokenizer.decode(np.asarray(episode.tokens[-episode.turn_tokens:], np.int32))
+        action = self._tokenizer.decode(episode.tokens[-episode.turn_tokens:])
         episode.turn_tokens = 0
         answer = episode.environment.step(action)
         episode.reward += answer.reward

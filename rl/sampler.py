@@ -10,13 +10,17 @@ Rows remember their contexts on the host. A row whose cache does not belong to t
 
 import dataclasses
 import enum
-from collections import deque
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from models.transformer import Params
 from rl.batching import bucket_length, pad_rows
-from rl.engine import LoadedPolicy, PolicyEngine, raise_if_too_long
+from rl.engine import PolicyEngine, raise_if_too_long
+from rl.sampling import LoadedPolicy
 from rl.types import NO_POLICY
 
 
@@ -41,8 +45,7 @@ class Request:
     greedy: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """New tokens of one request; arrays [n]."""
 
     request_id: int
@@ -62,7 +65,7 @@ class _Row:
     context_version: int
     remaining: int  # tokens this turn may still sample; 0: waiting for its environment
     is_stale: bool = True  # the cache must be computed before the row may decode
-    num_pending: int = 0  # how many tokens at the end of the context are not in the cache yet
+    pending: np.ndarray | None = None  # tokens at the end of the context that the engine has not seen yet
 
 
 class Sampler:
@@ -70,19 +73,22 @@ class Sampler:
 
     Args:
       engine: where the device work happens.
-      lengths: buckets that prompts and contexts are padded to.
-      refill_rows: rows recomputed in one device call.
+      lengths: buckets that recomputed contexts are padded to. Prompts and what environments write may be far shorter: they are
+        padded to powers of two up to the largest bucket.
+      refill_rows: slots filled or recomputed in one device call.
       swap: what a publish does to running contexts.
     """
 
     def __init__(self, engine: PolicyEngine, *, lengths: tuple[int, ...], refill_rows: int, swap: Swap):
         self._engine = engine
         self._lengths = lengths
+        self._short_lengths = (*(2**power for power in range(3, (lengths[-1] - 1).bit_length())), lengths[-1])
         self._refill_rows = min(refill_rows, engine.max_concurrent_decodes)
+        self._room = engine.max_prefill_length  # of a slot
         self._swap = swap
         self._policy: LoadedPolicy | None = None
         self._state = engine.init_decode_state()
-        self._waiting: deque[Request] = deque()
+        self._waiting: dict[int, Request] = {}  # by request id, in order of arrival
         self._rows: dict[int, _Row] = {}  # by slot
         self._slot_of: dict[int, int] = {}  # by request id
         self._paused = False
@@ -100,27 +106,37 @@ class Sampler:
           ValueError: an empty prompt, one that leaves no room to sample, or a request id in use.
         """
         if not len(request.prompt):
-            raise ValueError(f"request {request.request_id} has an empty prompt; a policy needs at least one token to sample after")
-        raise_if_too_long(len(request.prompt), self._engine.max_prefill_length)
+            raise ValueError(f"request {request.request_id} has an empty prompt; wanted at least one token to sample after")
+        raise_if_too_long(len(request.prompt), self._room)
         if request.max_turn_tokens < 1:
-            raise ValueError(f"request {request.request_id} may sample {request.max_turn_tokens} tokens a turn, wanted at least 1")
-        if request.request_id in self._slot_of or any(request.request_id == other.request_id for other in self._waiting):
-            raise ValueError(f"request {request.request_id} is already being sampled; request ids name the sampling noise and must be unique")
-        self._waiting.append(request)
+            raise ValueError(f"request {request.request_id} may sample {request.max_turn_tokens} tokens a turn, wanted at least "
+                             "1; look at the environment's max_turn_tokens")
+        if request.request_id in self._slot_of or request.request_id in self._waiting:
+            raise ValueError(f"request {request.request_id} is already being sampled; request ids name the sampling noise, "
+                             "so give each request of a run its own")
+        self._waiting[request.request_id] = request
 
     def extend(self, request_id: int, tokens: np.ndarray) -> None:
-        """Appends an environment's tokens to a request whose turn is over, and starts its next turn."""
+        """Appends an environment's tokens to a request whose turn is over, and starts its next turn.
+
+        Raises:
+          ValueError: the turn is not over, no tokens, or too many to leave room for sampling.
+        """
         row = self._rows[self._slot_of[request_id]]
         if row.remaining:
-            raise ValueError(f"request {request_id} is in the middle of a turn; extend it when its turn is over")
-        raise_if_too_long(len(row.context) + len(tokens), self._engine.max_prefill_length)
+            raise ValueError(f"request {request_id} is in the middle of a turn and may sample {row.remaining} more tokens; "
+                             "extend it when its turn is over")
+        if not len(tokens):
+            raise ValueError(f"request {request_id} is extended by 0 tokens, wanted at least 1; "
+                             "release it if its episode is over")
+        raise_if_too_long(len(row.context) + len(tokens), self._room)
         row.context.extend(tokens.tolist())
-        row.num_pending = len(tokens)
+        row.pending = tokens
         row.remaining = self._turn_budget(row.request, len(row.context))
 
     def release(self, request_id: int) -> None:
         """Ends a request and frees its slot, wherever it is."""
-        self._waiting = deque(request for request in self._waiting if request.request_id != request_id)
+        self._waiting.pop(request_id, None)
         slot = self._slot_of.pop(request_id, None)
         if slot is not None and self._rows.pop(slot).remaining:
             self._state = self._engine.free_resource(self._state, slot)
@@ -134,7 +150,8 @@ class Sampler:
           ValueError: a version that is not newer than the present one.
         """
         if version <= self.version:
-            raise ValueError(f"publish of version {version} after version {self.version}; versions only grow")
+            raise ValueError(f"publish of version {version} after version {self.version}, wanted a larger one: "
+                             "versions count publishes")
         self._policy = self._engine.load_params(params, version)
         self.version = version
         if self._swap is Swap.REPREFILL:
@@ -166,11 +183,28 @@ class Sampler:
         if not running:
             return []
         self._state, sampled = self._engine.decode(self._policy, self._state, min(num_steps, self._engine.max_steps))
-        tokens, logprobs, versions, valid = (np.asarray(array) for array in (sampled.tokens, sampled.logprobs, sampled.versions, sampled.valid))
-        self.num_decode_steps += int(np.asarray(sampled.num_steps)[0])
-        remaining = np.asarray(self._state.remaining)
-        return [self._collect(row, tokens[slot][valid[slot]], logprobs[slot][valid[slot]], versions[slot][valid[slot]], int(remaining[slot]))
-                for slot, row in running.items()]
+        sampled, remaining = jax.device_get((sampled, self._state.remaining))
+        self.num_decode_steps += int(sampled.num_steps[0])
+        self.num_sampled_tokens += int(sampled.valid.sum())
+        context_versions = np.zeros((len(remaining), 1), np.int32)
+        context_versions[list(running), 0] = [row.context_version for row in running.values()]
+        context_versions = np.broadcast_to(context_versions, sampled.tokens.shape)
+        # A row is valid until its turn ends, and then no more: a slice is enough.
+        counts, remaining = sampled.valid.sum(axis=1).tolist(), remaining.tolist()
+        collected = []
+        for slot, row in running.items():
+            there = (slot, slice(counts[slot]))
+            tokens = sampled.tokens[there]
+            row.context.extend(tokens.tolist())
+            row.remaining = remaining[slot]
+            collected.append(SampledTokens(row.request.request_id, tokens, sampled.logprobs[there], sampled.versions[there],
+                                           context_versions[there], row.remaining == 0))
+        return collected
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether steps do nothing."""
+        return self._paused
 
     @property
     def max_steps(self) -> int:
@@ -187,14 +221,8 @@ class Sampler:
         """Requests without one."""
         return len(self._waiting)
 
-    def _collect(self, row: _Row, tokens, logprobs, versions, remaining: int) -> SampledTokens:
-        row.context.extend(tokens.tolist())
-        row.remaining = remaining
-        self.num_sampled_tokens += len(tokens)
-        return SampledTokens(row.request.request_id, tokens, logprobs, versions, np.full_like(versions, row.context_version), remaining == 0)
-
     def _turn_budget(self, request: Request, context_length: int) -> int:
-        return min(request.max_turn_tokens, self._engine.max_prefill_length - context_length)
+        return min(request.max_turn_tokens, self._room - context_length)
 
     def _mark_stale(self) -> None:
         for row in self._rows.values():
@@ -202,66 +230,77 @@ class Sampler:
 
     def _admit(self) -> None:
         """Gives free slots to waiting requests in order, with one prefill for neighbours that share a group and a prompt."""
+        if not self._waiting:
+            return
         free = [slot for slot in range(self._engine.max_concurrent_decodes) if slot not in self._rows]
-        shared: tuple | None = None
-        prefix = None
-        while self._waiting and free:
-            request, slot = self._waiting.popleft(), free.pop(0)
-            remaining = self._turn_budget(request, len(request.prompt))
-            key = (request.group_id, request.prompt.tobytes())
-            if key != shared:
-                padded = pad_rows([request.prompt], bucket_length(len(request.prompt), self._lengths), fill=0)[0]
-                prefix = self._engine.prefill(params=self._policy, padded_tokens=padded, true_length=len(request.prompt))
-                self.num_prefilled_tokens += len(request.prompt)
-                shared = key
-            member = prefix.replace(request_id=np.int32(request.request_id), remaining=np.int32(remaining), greedy=np.bool_(request.greedy))
-            self._state = self._engine.insert(member, self._state, slot)
-            self._place(slot, _Row(request, request.prompt.tolist(), self.version, remaining, is_stale=False))
+        admitted = [self._waiting.pop(request_id) for request_id in list(self._waiting)[:len(free)]]
+        pairs = zip(free, admitted, strict=False)
+        for _, members in itertools.groupby(pairs, lambda pair: (pair[1].group_id, pair[1].prompt.tobytes())):
+            members = list(members)
+            prompt = members[0][1].prompt
+            padded = pad_rows([prompt], bucket_length(len(prompt), self._short_lengths), fill=0)[0]
+            prefix = self._engine.prefill(params=self._policy, padded_tokens=padded, true_length=len(prompt))
+            self.num_prefilled_tokens += len(prompt)
+            for slot, request in members:
+                remaining = self._turn_budget(request, len(prompt))
+                self._place(slot, _Row(request, prompt.tolist(), self.version, remaining, is_stale=False))
+            for slots in self._calls([slot for slot, _ in members]):
+                padded_slots, facts = self._describe(slots)
+                self._state = self._engine.insert_group(prefix, self._state, padded_slots, **facts)
 
     def _place(self, slot: int, row: _Row) -> None:
         self._rows[slot] = row
         self._slot_of[row.request.request_id] = slot
 
     def _refill_stale(self) -> None:
-        """Recomputes the contexts of stale rows that are about to decode, a fixed number of rows of one length bucket at a time."""
+        """Recomputes the contexts of stale rows that are about to decode, rows of one length bucket together."""
         by_bucket: dict[int, list[int]] = {}
         for slot, row in self._rows.items():
             if row.is_stale and row.remaining:
                 by_bucket.setdefault(bucket_length(len(row.context), self._lengths), []).append(slot)
-        for length, slots in sorted(by_bucket.items()):
-            for first in range(0, len(slots), self._refill_rows):
-                self._refill(slots[first:first + self._refill_rows], length)
+        for length, bucket_slots in sorted(by_bucket.items()):
+            for slots in self._calls(bucket_slots):
+                self._refill(slots, length)
 
     def _refill(self, slots: list[int], length: int) -> None:
         rows = [self._rows[slot] for slot in slots]
-        padding = self._refill_rows - len(slots)
         contexts = pad_rows([np.asarray(row.context, np.int32) for row in rows], length, fill=0, num_rows=self._refill_rows)
-
-        def padded(values, fill):
-            return np.asarray([*values, *[fill] * padding], np.int32)
-
-        self._state = self._engine.refill(
-            self._policy, self._state, padded(slots, self._engine.max_concurrent_decodes), contexts=contexts,
-            counts=padded([len(row.context) for row in rows], 1), request_ids=padded([row.request.request_id for row in rows], 0),
-            remaining=padded([row.remaining for row in rows], 0), greedy=padded([row.request.greedy for row in rows], 0).astype(bool))
+        counts = np.ones(self._refill_rows, np.int32)
+        counts[:len(rows)] = [len(row.context) for row in rows]
+        padded_slots, facts = self._describe(slots)
+        self._state = self._engine.refill(self._policy, self._state, padded_slots, contexts=contexts, counts=counts, **facts)
         for row in rows:
-            row.is_stale, row.num_pending, row.context_version = False, 0, self.version
+            row.is_stale, row.pending, row.context_version = False, None, self.version
             self.num_prefilled_tokens += len(row.context)
 
     def _append_pending(self) -> None:
         """Feeds what environments wrote since the last step, for all slots in one call."""
-        pending = {slot: row for slot, row in self._rows.items() if row.num_pending}
+        pending = {slot: row for slot, row in self._rows.items() if row.pending is not None}
         if not pending:
             return
         slots = self._engine.max_concurrent_decodes
-        width = bucket_length(max(row.num_pending for row in pending.values()), self._lengths)
+        width = bucket_length(max(len(row.pending) for row in pending.values()), self._short_lengths)
         tokens = np.zeros((slots, width), np.int32)
         counts, remaining = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         for slot, row in pending.items():
-            counts[slot], remaining[slot] = row.num_pending, row.remaining
-            tokens[slot, :row.num_pending] = row.context[-row.num_pending:]
-            row.num_pending = 0
-        self._state = self._engine.append(self._policy, self._state, tokens, counts, remaining)
+            counts[slot], remaining[slot] = len(row.pending), row.remaining
+            tokens[slot, :len(row.pending)] = row.pending
+            row.pending = None
+        self._state = self._engine.append(self._policy, self._state, tokens, counts=counts, remaining=remaining)
+
+    def _calls(self, slots: list[int]) -> Iterator[list[int]]:
+        """Parts of at most as many slots as one device call takes."""
+        return (slots[first:first + self._refill_rows] for first in range(0, len(slots), self._refill_rows))
+
+    def _describe(self, slots: list[int]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Slot numbers [R] and what the engine must know of their requests, padded with a slot that does not exist."""
+        padded = np.full(self._refill_rows, self._engine.max_concurrent_decodes, np.int32)
+        padded[:len(slots)] = slots
+        request_ids, remaining, greedy = np.zeros_like(padded), np.zeros_like(padded), np.zeros(len(padded), bool)
+        for index, slot in enumerate(slots):
+            row = self._rows[slot]
+            request_ids[index], remaining[index], greedy[index] = row.request.request_id, row.remaining, row.request.greedy
+        return padded, {"request_ids": request_ids, "remaining": remaining, "greedy": greedy}
 
     # --- state ---
 
@@ -272,24 +311,23 @@ class Sampler:
         resumed run and a straight one are the same run.
         """
         self._mark_stale()
-        return {"version": self.version, "num_decode_steps": self.num_decode_steps, "num_sampled_tokens": self.num_sampled_tokens,
-                "num_prefilled_tokens": self.num_prefilled_tokens, "paused": self._paused, "waiting": [_request_state(request) for request in self._waiting],
-                "rows": [{"slot": slot, "request": _request_state(row.request), "context": np.asarray(row.context, np.int32),
+        return {"version": self.version, "paused": self._paused, "num_decode_steps": self.num_decode_steps,
+                "num_sampled_tokens": self.num_sampled_tokens, "num_prefilled_tokens": self.num_prefilled_tokens,
+                "waiting": [dict(request.__dict__) for request in self._waiting.values()],
+                "rows": [{"slot": slot, "request": dict(row.request.__dict__), "context": np.asarray(row.context, np.int32),
                           "context_version": row.context_version, "remaining": row.remaining}
                          for slot, row in self._rows.items()]}
 
     def restore(self, state: dict, params: Params) -> None:
         """Takes a `state` back; `params` are the published parameters of its version."""
         self._policy = self._engine.load_params(params, state["version"])
+        self._state = self._engine.init_decode_state()
         self.version = state["version"]
         self.num_decode_steps, self.num_sampled_tokens = state["num_decode_steps"], state["num_sampled_tokens"]
         self.num_prefilled_tokens = state["num_prefilled_tokens"]
         self._paused = state["paused"]
-        self._waiting = deque(Request(**request) for request in state["waiting"])
+        self._waiting = {request["request_id"]: Request(**request) for request in state["waiting"]}
         self._rows, self._slot_of = {}, {}
-        for row in state["rows"]:
-            self._place(row["slot"], _Row(Request(**row["request"]), row["context"].tolist(), row["context_version"], row["remaining"]))
-
-
-def _request_state(request: Request) -> dict:
-    return dict(request.__dict__)
+        for saved in state["rows"]:
+            row = _Row(Request(**saved["request"]), saved["context"].tolist(), saved["context_version"], saved["remaining"])
+            self._place(saved["slot"], row)

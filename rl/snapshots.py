@@ -170,6 +170,11 @@ class SnapshotRing:
             self._store.save(version, copy)
             self._persisted.add(version)
 
+    @property
+    def persisted(self) -> tuple[int, ...]:
+        """The versions handed to the store, ascending. All but the newest are completely written."""
+        return tuple(sorted(self._persisted))
+
     def state(self) -> dict:
         """Plain numpy arrays and JSON values. Waits for the save under way, so that whoever resumes finds it on disk.
 

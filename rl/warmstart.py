@@ -54,8 +54,17 @@ def demonstrate(environment: Environment, seed: int, rng: np.random.Generator, *
     return Demonstration(np.asarray(tokens[:max_length], np.int32), np.asarray(mask[:max_length], bool))
 
 
-def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_environment: Callable[[], Environment], options: WarmStartOptions, *,
-               seed: int, lengths: tuple[int, ...], progress: Callable[[int, float], None] = lambda update, loss: None) -> Params:
+def check_warm_rows(options: WarmStartOptions, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError when an update's rows do not divide into microbatches and devices, or there are too few episodes."""
+    if options.rows > options.episodes or options.rows % options.microbatches:
+        raise ValueError(f"warm start: {options.rows} rows an update of {options.episodes} episodes in {options.microbatches} "
+                         "microbatches; wanted at most as many rows as episodes, and a whole number a microbatch")
+    check_rows("a warm-start microbatch", options.rows // options.microbatches, mesh)
+
+
+def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_environment: Callable[[], Environment],
+               options: WarmStartOptions, *, seed: int, lengths: tuple[int, ...],
+               progress: Callable[[int, float], None] = lambda update, loss: None) -> Params:
     """Trains master weights (float32) on expert episodes.
 
     Args:
@@ -73,9 +82,10 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
     """
     if not options.updates:
         return params
-    check_rows("a warm-start microbatch", options.rows // options.microbatches, mesh)
+    check_warm_rows(options, mesh)
     rng = np.random.default_rng((seed, 1))
-    demonstrations = [demonstrate(make_environment(), int(rng.integers(2**31)), rng, max_length=lengths[-1]) for _ in range(options.episodes)]
+    demonstrations = [demonstrate(make_environment(), int(rng.integers(2**31)), rng, max_length=lengths[-1])
+                      for _ in range(options.episodes)]
     length = bucket_length(max(len(demonstration.tokens) for demonstration in demonstrations), lengths)
     tokens = pad_rows([d.tokens for d in demonstrations], length, fill=0)
     masks = pad_rows([d.loss_mask for d in demonstrations], length, fill=False)
@@ -89,8 +99,8 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
         logprobs = score(model, params, rows, is_valid, temperature=1.0).logprobs
         return -jnp.sum(jnp.where(mask, weights[:, None] * logprobs, 0.0)), {}
 
-    update = jax.jit(make_update(imitation_loss, optimizer, num_microbatches=options.microbatches, num_shards=num_batch_shards(mesh)),
-                     donate_argnums=0)
+    update = make_update(imitation_loss, optimizer, num_microbatches=options.microbatches, num_shards=num_batch_shards(mesh))
+    update = jax.jit(update, donate_argnums=0)
     state = LearnerState(params=params, optimizer=jax.jit(optimizer.init)(params))
     for number in range(options.updates):
         rows = rng.choice(options.episodes, options.rows, replace=False)

@@ -98,7 +98,9 @@ def test_nothing_under_the_mask_matters(treatment, garbage):
 
 @pytest.mark.parametrize("treatment", Discrepancy)
 def test_a_token_of_the_mask_without_a_finite_ratio_is_never_kept(treatment):
-    correction = correct([[-1, -np.inf, np.nan, -1, -np.inf]], [[-np.inf, -1, -1, np.nan, -np.inf]], treatment=treatment)
+    """Nor is it weighted, even by a cap below 1."""
+    proximal, sampler = [[-1, -np.inf, np.nan, -1, -np.inf]], [[-np.inf, -1, -1, np.nan, -np.inf]]
+    correction = correct(proximal, sampler, treatment=treatment, weight_cap=0.5)
     assert not np.any(correction.kept)
     np.testing.assert_array_equal(correction.weights, 1)
     np.testing.assert_array_equal(correction.log_ratio, 0)

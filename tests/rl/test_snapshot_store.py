@@ -2,7 +2,10 @@
 
 import functools
 import hashlib
+import os
+import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -16,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from rl import snapshot_store
 from rl.snapshot_store import SnapshotCorrupt, SnapshotStore, from_numpy, host_copy, params_digest
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MESHES = {
     "fsdp=8": ((8,), ("fsdp",), P("fsdp")),
     "2x4": ((2, 4), ("fsdp", "tensor"), P("fsdp", "tensor")),
@@ -89,7 +93,7 @@ def donating_step(params):
     return jax.tree.map(lambda leaf: leaf * 2 + 1, params)
 
 
-def many(num_leaves=12):
+def many(num_leaves=8):
     """Sizes of all sorts: only some numpy buffers happen to be aligned so that a device can share them."""
     return fresh({f"leaf{i}": jnp.arange(float(97 * i + 64), dtype=jnp.float32) for i in range(num_leaves)})
 
@@ -262,7 +266,7 @@ store.wait()
 store.save(1, {"w": jnp.ones(2**22)})
 os.kill(os.getpid(), 9)
 """
-    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True)
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True)
     assert killed.returncode == -9, killed.stderr
     store = SnapshotStore(tmp_path)
     assert store.versions() == (0,)
@@ -270,6 +274,45 @@ os.kill(os.getpid(), 9)
     store.save(1, {"w": jnp.ones(4)})
     store.wait()
     assert store.versions() == (0, 1)
+
+
+def test_two_processes_that_hold_half_each_agree_on_every_bit(tmp_path):
+    program = """
+import sys, jax, numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from rl import snapshot_store
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("fsdp", "tensor"))
+values = {"w": np.arange(32, dtype=np.float32).reshape(8, 4), "b": np.arange(4, dtype=np.float32)}
+specs = {"w": P("fsdp", "tensor"), "b": P("tensor")}
+params = {name: jax.make_array_from_callback(value.shape, NamedSharding(mesh, specs[name]), value.__getitem__)
+          for name, value in values.items()}
+copy = snapshot_store.host_copy(params)
+assert copy.nbytes == 64 + 16, copy.nbytes
+for name, back in copy.to_device().items():
+    assert back.sharding == params[name].sharding
+    for ours, theirs in zip(back.addressable_shards, params[name].addressable_shards, strict=True):
+        np.testing.assert_array_equal(ours.data, theirs.data)
+again = snapshot_store.from_numpy(copy.to_numpy(), params)
+assert again.nbytes == copy.nbytes and again.digest() == copy.digest()
+store = snapshot_store.SnapshotStore(sys.argv[3])
+store.save(0, copy)
+store.wait()
+print(copy.digest())
+"""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    processes = [subprocess.Popen([sys.executable, "-c", program, address, str(rank), str(tmp_path)], env=environment, cwd=ROOT,
+                                  text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in (0, 1)]
+    outputs = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    values = {"w": jnp.arange(32, dtype=jnp.float32).reshape(8, 4), "b": jnp.arange(4, dtype=jnp.float32)}
+    assert {output.splitlines()[-1] for output, _ in outputs} == {params_digest(values)}
+    store = SnapshotStore(tmp_path)
+    assert bits(store.load(0, describe(values))) == bits(values)
 
 
 def test_discard_after_goes_back(own):

@@ -1,0 +1,107 @@
+"""From a config to the rooms of `rl/`, ready to run."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+
+from launch.config import Config
+from launch.mesh import make_mesh
+from models.config import ModelConfig
+from models.sharding import check_rows, num_batch_shards, parameter_shardings
+from models.tokenizer import ByteTokenizer
+from models.transformer import Model, Params
+from rl.admission import Admission
+from rl.batching import length_buckets
+from rl.environments import Split
+from rl.exactness import ExactnessProbe
+from rl.learner import Learner, check_batch_rows, published_shapes
+from rl.ledger import Ledger
+from rl.loop import Loop, Rooms
+from rl.metrics import MetricsWriter
+from rl.old_logprobs import make_source
+from rl.rollout import Rollouts
+from rl.sampler import Sampler
+from rl.scorer import Bucket, Scorer
+from rl.snapshot_store import SnapshotStore
+from rl.snapshots import SnapshotRing
+from rl.warmstart import check_warm_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Foundation:
+    """What training, evaluation and audit all stand on: the structure, the devices, the buckets."""
+
+    config: Config
+    model: Model
+    mesh: jax.sharding.Mesh
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: Config) -> "Foundation":
+        model_config: ModelConfig = config.model
+        return cls(config, Model(model_config), make_mesh(config.mesh), length_buckets(model_config.max_length, config.length_buckets))
+
+    def check(self) -> None:
+        """Refuses, before anything is compiled or written, what does not divide over the mesh."""
+        config, options = self.config, self.config.loop
+        parameter_shardings(self.model.axes, self.model.shapes, self.mesh)
+        check_batch_rows(options.groups_per_step * options.group_size, config.step, self.mesh)
+        check_rows("sampler --slots", config.sampler.slots, self.mesh)
+        if config.warm_start.updates:
+            check_warm_rows(config.warm_start, self.mesh)
+
+    @property
+    def parameter_shardings(self) -> Params:
+        return parameter_shardings(self.model.axes, self.model.shapes, self.mesh)
+
+    @property
+    def published_shapes(self) -> Params:
+        """The published parameters' shapes, types and shardings."""
+        return published_shapes(self.model, self.mesh, self.config.snapshots.publish_dtype)
+
+    def scorer(self, bucket: Bucket | None = None) -> Scorer:
+        """The run's scorer; or, to repeat what was scored in one bucket, one that knows only that bucket.
+
+        Raises:
+          ShardingError: the bucket's rows do not divide over this mesh.
+        """
+        lengths, rows_per_device = self.lengths, self.config.snapshots.score_rows
+        if bucket is not None:
+            check_rows("the recorded bucket", bucket.rows, self.mesh)
+            lengths, rows_per_device = (bucket.length,), bucket.rows // num_batch_shards(self.mesh)
+        return Scorer(self.model, self.mesh, rows_per_device=rows_per_device, lengths=lengths, temperature=self.config.sampler.temperature)
+
+    def sampler_factory(self):
+        """A function that makes samplers over one engine: training and evaluations share its compiled programs."""
+        from rl.engine import PolicyEngine  # imports TensorFlow: processes without a sampler never get here
+
+        options = self.config.sampler
+        stop = self.config.make_environment(Split.TRAIN).stop
+        engine = PolicyEngine(self.model, self.mesh, slots=options.slots, max_steps=options.decode_steps_per_call, temperature=options.temperature,
+                              top_p=options.top_p, seed=self.config.seed,
+                              stop_tokens=() if stop is None else tuple(ByteTokenizer().encode(stop).tolist()))
+        return functools.partial(Sampler, engine, lengths=self.lengths, refill_rows=options.refill_rows, swap=options.swap)
+
+    def initial_params(self) -> Params:
+        """Random master weights, made in their shards."""
+        return jax.jit(self.model.init, out_shardings=self.parameter_shardings)(jax.random.key(self.config.seed))
+
+
+def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, scorer: Scorer) -> Loop:
+    """The rooms of a run and the loop that conducts them; the learner still wants its weights."""
+    config = foundation.config
+    options = config.loop
+    store = SnapshotStore(run_dir / "snapshots")
+    ring = SnapshotRing(config.snapshots.ring_capacity, store=store, persist_every=config.snapshots.persist_every)
+    source = make_source(config.snapshots.old_logprobs, ring=ring, scorer=scorer)
+    learner = Learner(foundation.model, foundation.mesh, optimizer=config.optimizer, loss=config.loss, step=config.step,
+                      publish_dtype=config.snapshots.publish_dtype, temperature=config.sampler.temperature, anchor=source.inside, seed=config.seed)
+    rollouts = Rollouts(sampler, functools.partial(config.make_environment, Split.TRAIN), max_length=config.model.max_length)
+    admission = Admission(options.groups_per_step, options.group_size, max_staleness=options.max_staleness, publish_every=options.publish_every,
+                          stale_policy=options.stale_policy)
+    probe = ExactnessProbe(scorer, every=config.snapshots.exactness_every if source.exact else 0)
+    rooms = Rooms(learner=learner, ring=ring, store=store, sampler=sampler, rollouts=rollouts, admission=admission, source=source, probe=probe,
+                  ledger=Ledger(run_dir / "ledger"), metrics=MetricsWriter(run_dir / "metrics.jsonl"))
+    return Loop(rooms, options, lengths=foundation.lengths, seed=config.seed)

@@ -181,7 +181,7 @@ class _PlainView:
 
     def __init__(self, console: Console):
         self._console = console
-        self._opened = console.get_time()
+        self._opened = 0.0
         self._phase = "starting"
         self._needs_heads = True
         self._is_below_table = False

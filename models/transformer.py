@@ -108,7 +108,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
         vocabulary = (config.padded_vocab_size, config.d_model)
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), vocabulary) * 0.02, axes=("vocab", "embed"))
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), vocabulary) * config.d_model**-0.5, axes=("vocab", "embed"))
         self.blocks = nnx.vmap(lambda layer_rngs: Block(config, rngs=layer_rngs))(rngs.split(config.num_layers))
         self.final_norm = RMSNorm(config.d_model, "embed", config.norm_epsilon)
         self.head = None if config.tied_embeddings else Linear({"embed": config.d_model}, {"vocab": config.padded_vocab_size}, rngs=rngs)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from models.sharding import batch_sharding, check_rows, num_batch_shards
+from models.sharding import batch_sharding, check_rows, num_batch_shards, parameter_shardings, replicated
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
 from rl.batching import bucket_length, pad_rows
@@ -100,8 +101,10 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
         return -jnp.sum(jnp.where(mask, weights[:, None] * logprobs, 0.0)), {}
 
     update = make_update(imitation_loss, optimizer, num_microbatches=options.microbatches, num_shards=num_batch_shards(mesh))
-    update = jax.jit(update, donate_argnums=0)
-    state = LearnerState(params=params, optimizer=jax.jit(optimizer.init)(params))
+    shardings = _state_shardings(model, mesh, optimizer)
+    whole = replicated(mesh)
+    update = jax.jit(update, donate_argnums=0, out_shardings=(shardings, whole, whole, whole))
+    state = LearnerState(params=params, optimizer=jax.jit(optimizer.init, out_shardings=shardings.optimizer)(params))
     for number in range(options.updates):
         rows = rng.choice(options.episodes, options.rows, replace=False)
         weights = np.full(options.rows, 1 / max(int(masks[rows].sum()), 1), np.float32)
@@ -109,3 +112,12 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
         state, loss, _, _ = update(state, minibatch)
         progress(number + 1, float(loss))
     return state.params
+
+
+def _state_shardings(model: Model, mesh: jax.sharding.Mesh, optimizer: optax.GradientTransformation) -> LearnerState:
+    """Moments lie where their parameters lie."""
+    parameters = parameter_shardings(model.axes, model.shapes, mesh)
+    shapes = jax.eval_shape(optimizer.init, model.shapes)
+    moments = optax.tree_utils.tree_map_params(optimizer, lambda _, sharding: sharding, shapes, parameters,
+                                               transform_non_params=lambda _: replicated(mesh))
+    return LearnerState(params=parameters, optimizer=moments)

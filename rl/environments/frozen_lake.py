@@ -10,8 +10,9 @@ six bytes, for instance `a#FF#>`, and writes one:
 The goal gives reward 1, a hole ends the episode with 0. Any other byte than `LDRU`, like a walk into the wall, wastes the turn. A
 rule that looks at the last observation only walks in circles on many maps, so the history in the context matters.
 
-The scripted expert is cautious and aimless: it has learned the alphabet and not to fall, but rarely arrives. It leaves to
-reinforcement learning what there is to learn.
+The scripted expert is cautious and homesick: it has learned the alphabet and not to fall, but it is a little fonder of the moves
+that lead back to the start, so it rarely arrives, and whoever takes its likeliest move never does. It leaves to reinforcement learning
+what there is to learn.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from rl.environments import base
 NUM_HELD_OUT = 256
 ACTIONS = {"L": LEFT, "D": DOWN, "R": RIGHT, "U": UP}
 POSITIONS = string.ascii_lowercase + string.ascii_uppercase + string.digits + "+/"
+HOMEWARD = "LU"  # the start is at the top left
 OFFSETS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}  # rows, columns
 
 Map = tuple[str, ...]
@@ -46,9 +48,10 @@ class FrozenLakeOptions:
     frozen_probability: float = 0.8  # of each cell other than start and goal, before maps without a way to the goal are dropped
     max_turns: int = 12
     expert_noise: float = 0.1  # probability that the expert moves blindly
+    expert_homesickness: float = 1.2  # how many times as likely it goes left or up as down or right
 
     def __post_init__(self):
-        ranges = {"size": (4, 8), "frozen_probability": (0.5, 0.9), "max_turns": (1, 1024), "expert_noise": (0, 1)}
+        ranges = {"size": (4, 8), "frozen_probability": (0.5, 0.9), "max_turns": (1, 1024), "expert_noise": (0, 1), "expert_homesickness": (0.1, 10)}
         for name, (low, high) in ranges.items():
             value = self.__dict__[name]
             if not low <= value <= high:
@@ -125,11 +128,13 @@ class FrozenLake(base.Environment):
         return base.Step("" if done else self._observation(), float(reward), done, success=reward > 0)
 
     def _expert_action(self, rng: np.random.Generator) -> str:
-        """Uniform over the moves that do not fall, into the wall included; with probability `expert_noise` over all four."""
-        blind = rng.random() < self.options.expert_noise
+        """One of the moves that do not fall, into the wall included, the homeward ones preferred; at times blindly one of all four."""
+        if rng.random() < self.options.expert_noise:
+            return str(rng.choice(list(ACTIONS)))
         # On a map with a way to the goal, the cell one came from is no hole, so there is always a safe move.
-        moves = [action for action, cell in zip(ACTIONS, self._neighbours(), strict=True) if blind or cell != "H"]
-        return moves[rng.integers(len(moves))]
+        moves = [action for action, cell in zip(ACTIONS, self._neighbours(), strict=True) if cell != "H"]
+        weights = np.asarray([self.options.expert_homesickness if move in HOMEWARD else 1.0 for move in moves])
+        return moves[np.searchsorted(np.cumsum(weights), rng.random() * weights.sum(), side="right")]
 
     def _instance_state(self) -> dict:
         return {"map": list(self._map), "position": self._position}

@@ -187,6 +187,15 @@ def test_the_time_left_is_measured_between_steps_not_from_compilation():
     assert values.split()[6] == "3,000", "1,500 tokens in half a second"
 
 
+def test_the_course_of_the_reward_is_drawn():
+    def use(display, clock):
+        for step, reward in enumerate([0.0, 0.5, None, 1.0]):
+            display.step({"step": step + 1, "reward_mean": reward})
+
+    text, _ = terminal_output(use)
+    assert "✓ training, 4/60 steps" in text and "▁▅█" in text
+
+
 def test_a_failed_phase_is_marked():
     console = Console(file=io.StringIO(), force_terminal=True, width=80, record=True)
     with pytest.raises(RuntimeError), Display(5, console) as display:

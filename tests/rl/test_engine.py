@@ -1,5 +1,6 @@
 """The engine keeps JetStream's contract, and samples what a naive forward over the whole context would."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -14,10 +15,11 @@ from models.sharding import ShardingError
 from models.transformer import Model
 from rl.engine import PolicyEngine, engine_api, token_utils
 
-MODEL = Model(ModelConfig(vocab_size=60, vocab_multiple=8, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=4,
-                          max_length=32))
-ROOM, SLOTS, MAX_STEPS, TEMPERATURE, SEED, STOP = 32, 4, 8, 0.7, 3, 7
-PROMPTS = [np.array(prompt, np.int32) for prompt in ([1, 2, 3, 4, 5], [9], [6, 5, 4, 3, 2, 1, 0, 8, 9, 10, 11, 12], [20, 21, 22])]
+MODEL = Model(ModelConfig(vocab_size=60, vocab_multiple=8, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2,
+                          head_dim=4, max_length=32))
+ROOM, SLOTS, MAX_STEPS, TEMPERATURE, SEED, STOP = 32, 4, 8, 0.7, 3, 17
+WIDTH = 16  # of padded prompts; each other width would be compiled
+PROMPTS = [np.array(prompt, np.int32) for prompt in ([1, 2, 3, 4, 5], [9], range(12), [20, 21, 22])]
 
 
 def mesh_of(data=1, fsdp=1, tensor=1):
@@ -30,9 +32,9 @@ def make_engine(mesh=None, **changes):
 
 
 def make_params(seed=0):
-    """Far from uniform: of untrained weights, hardly any context shows in the logits."""
-    params = jax.jit(MODEL.init)(jax.random.key(seed))
-    return {**params, "embedding": params["embedding"] * 25}
+    """Large weights, so that the context shows in the logits; from numpy, because the model's own take long to compile."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.4, size=leaf.shape), leaf.dtype), MODEL.shapes)
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +75,12 @@ def reference(params, prompt, request_id, steps, *, greedy=False, seed=SEED):
     return context[len(prompt):], logprobs
 
 
-def prefill(engine, policy, prompt, *, width=16, **facts):
-    padded = np.zeros(width, np.int32)
-    padded[: len(prompt)] = prompt
-    return engine.prefill(params=policy, padded_tokens=padded, true_length=len(prompt), **facts)
+def pad(tokens, width=WIDTH):
+    return np.pad(np.asarray(tokens, np.int32), (0, width - len(tokens)))
+
+
+def prefill(engine, policy, prompt, **facts):
+    return engine.prefill(params=policy, padded_tokens=pad(prompt), true_length=len(prompt), **facts)
 
 
 def fill(engine, policy, requests, state=None):
@@ -108,7 +112,7 @@ def test_the_contract_alone_samples_a_request(engine, policy, params):
     assert (engine.max_concurrent_decodes, engine.samples_per_slot, engine.max_prefill_length) == (SLOTS, 1, ROOM)
     assert engine.mesh.size == 1 and engine.colocated_cpus is None
     expected, _ = reference(params, PROMPTS[0], 0, ROOM - 5)
-    prefix = engine.prefill(params=policy, padded_tokens=jnp.asarray([*PROMPTS[0], 0, 0, 0], jnp.int32), true_length=5)
+    prefix = engine.prefill(params=policy, padded_tokens=jnp.asarray(pad(PROMPTS[0])), true_length=5)
     prefix = jax.device_put(prefix, engine.get_prefix_destination_sharding())
     state = engine.insert(prefix, engine.init_decode_state(), slot=2)
     tokens = []
@@ -161,9 +165,8 @@ def test_generate_is_one_step_of_decode(engine, policy):
 @pytest.mark.parametrize("cut", [1, 4, 11])
 def test_an_existing_prefix_goes_on_as_if_prefilled_at_once(engine, policy, params, cut):
     prompt, facts = PROMPTS[2], {"request_id": 8}
-    begun = prefill(engine, policy, prompt[:cut], width=12)
-    prefix = engine.prefill(params=policy, existing_prefix=begun, padded_tokens=np.pad(prompt[cut:], (0, 16 - len(prompt[cut:]))),
-                            true_length=len(prompt) - cut, **facts)
+    begun = prefill(engine, policy, prompt[:cut])
+    prefix = prefill(engine, policy, prompt[cut:], existing_prefix=begun, **facts)
     state = engine.insert(prefix, engine.init_decode_state(), 0)
     _, taken = decode(engine, policy, fill(engine, policy, {1: (prompt, facts)}, state), [8, 8])
     assert taken[0][0] == taken[1][0] == reference(params, prompt, 8, 16)[0]
@@ -174,8 +177,8 @@ def test_a_prefix_may_be_extended_twice_and_the_first_stays_whole(engine, policy
     """As JetStream's prefix cache would: a prefix is used again, and its padding outgrows the slot."""
     prompt = PROMPTS[2]
     first = prefill(engine, policy, prompt[:3])
-    longer = engine.prefill(params=policy, existing_prefix=first, padded_tokens=np.pad(prompt[3:7], (0, 12)), true_length=4)
-    whole = engine.prefill(params=policy, existing_prefix=longer, padded_tokens=np.pad(prompt[7:], (0, 11)), true_length=5)
+    longer = prefill(engine, policy, prompt[3:7], existing_prefix=first)
+    whole = prefill(engine, policy, prompt[7:], existing_prefix=longer)
     state = engine.insert(whole, engine.init_decode_state(), 0)
     state = engine.insert(first, state, 1)
     _, taken = decode(engine, policy, state, [6])
@@ -201,8 +204,8 @@ def test_ragged_slots_match_a_full_forward_for_each_token(engine, policy, params
 @pytest.mark.parametrize("slot", [0, 3])
 def test_a_request_samples_the_same_wherever_and_whenever(engine, policy, params, slot, calls):
     """Another slot, other neighbours, submitted later, other calls: the noise knows only seed, request id and position."""
-    neighbours = {other: (PROMPTS[(other + slot) % 4], {"request_id": 100 * slot + other}) for other in range(SLOTS) if other != slot}
-    state = fill(engine, policy, neighbours)
+    neighbours = {other: (PROMPTS[(other + slot) % 4], {"request_id": 100 * slot + other}) for other in range(SLOTS)}
+    state = engine.free_resource(fill(engine, policy, neighbours), slot)
     state, _ = decode(engine, policy, state, [2 + slot])
     state = fill(engine, policy, {slot: (PROMPTS[0], {"request_id": 42})}, state)
     _, taken = decode(engine, policy, state, calls)
@@ -226,30 +229,29 @@ def test_a_mesh_of_eight_devices_samples_the_same(engine, policy, params):
     state = fill(sharded, sharded_policy, {slot: (prompt, {"request_id": slot}) for slot, prompt in enumerate(PROMPTS)})
     assert state.cache.keys[0].addressable_shards[0].data.shape == (1, ROOM, 1, 4)  # a slot and a kv head a device
     state = sharded.append(sharded_policy, state, np.tile(PROMPTS[0], (SLOTS, 1)), counts=np.array([0, 5, 0, 2], np.int32),
-                           remaining=np.full(SLOTS, 9, np.int32))
+                           remaining=np.full(SLOTS, 8, np.int32))
     _, taken = decode(sharded, sharded_policy, state, [8])
-    prompts = [PROMPTS[0], np.append(PROMPTS[1], PROMPTS[0]), PROMPTS[2], np.append(PROMPTS[3], PROMPTS[0][:2])]
-    _, expected = decode(engine, policy, fill(engine, policy, {slot: (prompt, {"request_id": slot}) for slot, prompt in enumerate(prompts)}),
-                         [8])
-    for slot in range(SLOTS):
-        assert taken[slot][0] == expected[slot][0]
-        np.testing.assert_allclose(taken[slot][1], expected[slot][1], atol=1e-5)
+    contexts = [PROMPTS[0], np.append(PROMPTS[1], PROMPTS[0]), PROMPTS[2], np.append(PROMPTS[3], PROMPTS[0][:2])]
+    for slot, context in enumerate(contexts):
+        tokens, logprobs = reference(params, context, slot, 8)
+        assert taken[slot][0] == tokens
+        np.testing.assert_allclose(taken[slot][1], logprobs, atol=1e-5)
 
 
 # --- beyond the contract ---
 
 
 def test_a_stop_token_ends_the_turn_and_is_kept(engine, policy, params):
-    request_id = next(i for i in range(200) if STOP in reference(params, PROMPTS[0], i, 6)[0][:-1] or
-                      reference(params, PROMPTS[0], i, 6)[0][-1] == STOP)
-    expected = reference(params, PROMPTS[0], request_id, 6)[0]
+    answers = [reference(params, PROMPTS[0], request_id, 8)[0] for request_id in range(100)]
+    request_id, expected = next((index, answer) for index, answer in enumerate(answers) if answer[-1] == STOP and len(answer) < 8)
     state, taken = decode(engine, policy, fill(engine, policy, {0: (PROMPTS[0], {"request_id": request_id})}), [8])
-    assert taken[0][0] == expected and expected[-1] == STOP
+    assert taken[0][0] == expected
     assert int(state.remaining[0]) == 0
 
 
 def test_decoding_ends_when_every_slot_is_idle_and_says_how_far_it_got(engine, policy):
-    state = fill(engine, policy, {0: (PROMPTS[1], {"request_id": 1, "remaining": 2}), 1: (PROMPTS[1], {"request_id": 2, "remaining": 3})})
+    requests = {slot: (PROMPTS[1], {"request_id": slot, "remaining": 2 + slot}) for slot in range(2)}
+    state = fill(engine, policy, requests)
     state, sampled = engine.decode(policy, state, 8)
     valid = np.asarray(sampled.valid)
     longest = valid.sum(axis=1).max()
@@ -258,12 +260,9 @@ def test_decoding_ends_when_every_slot_is_idle_and_says_how_far_it_got(engine, p
 
 
 def test_remaining_is_what_the_turn_may_sample_and_never_more_than_fits(engine, policy):
-    long_prompt = np.arange(10, 36, dtype=np.int32)
-    requests = {0: (PROMPTS[1], {"request_id": 21, "remaining": 4}), 1: (long_prompt, {"request_id": 22, "remaining": 99})}
-    state = engine.init_decode_state()
-    for slot, (prompt, facts) in requests.items():
-        state = engine.insert(prefill(engine, policy, prompt, width=ROOM, **facts), state, slot)
-    assert np.asarray(state.remaining).tolist() == [4, ROOM - len(long_prompt), 0, 0]
+    prompt = PROMPTS[2]
+    requests = {0: (prompt, {"remaining": 4}), 1: (prompt, {"remaining": 99}), 3: (prompt, {})}
+    assert np.asarray(fill(engine, policy, requests).remaining).tolist() == [4, ROOM - len(prompt), 0, ROOM - len(prompt)]
 
 
 def test_idle_and_other_slots_stay_as_they_are(engine, policy):
@@ -282,20 +281,22 @@ def test_idle_and_other_slots_stay_as_they_are(engine, policy):
                           remaining=np.full(SLOTS, 5, np.int32))
     state = engine.free_resource(state, 3)
     state = engine.insert(prefill(engine, policy, PROMPTS[0]), state, 3)
-    state = engine.refill(policy, state, np.array([1, SLOTS], np.int32), contexts=np.ones((2, 16), np.int32),
-                          counts=np.array([4, 1], np.int32), request_ids=np.zeros(2, np.int32), remaining=np.full(2, 3, np.int32),
-                          greedy=np.zeros(2, bool))
+    zeros = np.zeros(3, np.int32)
+    state = engine.refill(policy, state, np.array([1, SLOTS, SLOTS], np.int32), contexts=np.ones((3, WIDTH), np.int32),
+                          counts=zeros + 4, request_ids=zeros, remaining=zeros + 3, greedy=np.zeros(3, bool))
     for left, right in zip(before, rows(state, [0, 2]), strict=True):
         np.testing.assert_array_equal(left, right)
 
 
 def test_append_goes_on_like_a_prefill_of_everything(engine, policy, params):
-    state = fill(engine, policy, {0: (PROMPTS[0], {"request_id": 30, "remaining": 3}), 2: (PROMPTS[1], {"request_id": 31})})
+    requests = {0: (PROMPTS[0], {"request_id": 30, "remaining": 3}), 2: (PROMPTS[1], {"request_id": 31})}
+    state = fill(engine, policy, requests)
     state, taken = decode(engine, policy, state, [2])
     state = engine.free_resource(state, 2)
     written = np.zeros((SLOTS, 8), np.int32)
     written[0, :4], written[2, :1] = [40, 41, 42, 43], [50]
-    state = engine.append(policy, state, written, counts=np.array([4, 0, 1, 0], np.int32), remaining=np.array([6, 9, 5, 9], np.int32))
+    state = engine.append(policy, state, written, counts=np.array([4, 0, 1, 0], np.int32),
+                          remaining=np.array([6, 9, 5, 9], np.int32))
     _, after = decode(engine, policy, state, [8])
     for slot, prompt, new, steps in ((0, PROMPTS[0], [40, 41, 42, 43], 6), (2, PROMPTS[1], [50], 5)):
         context = np.array([*prompt, *taken[slot][0], *new], np.int32)
@@ -311,10 +312,11 @@ def test_refill_goes_on_like_a_prefill_under_the_new_weights(engine, policy):
     state = fill(engine, policy, {0: (PROMPTS[0], {"request_id": 1}), 1: (PROMPTS[3], {"request_id": 2})})
     state, taken = decode(engine, policy, state, [3])
     contexts = [np.append(PROMPTS[0], taken[0][0]), np.append(PROMPTS[3], taken[1][0])]
-    padded = np.stack([np.pad(contexts[1], (0, 16 - len(contexts[1]))), np.zeros(16), np.pad(contexts[0], (0, 16 - len(contexts[0])))])
-    state = engine.refill(new_policy, state, np.array([1, SLOTS, 0], np.int32), contexts=padded.astype(np.int32),
-                          counts=np.array([len(contexts[1]), 1, len(contexts[0])], np.int32), request_ids=np.array([2, 0, 1], np.int32),
-                          remaining=np.array([5, 9, 6], np.int32), greedy=np.array([False, False, True]))
+    state = engine.refill(new_policy, state, np.array([1, SLOTS, 0], np.int32),
+                          contexts=np.stack([pad(contexts[1]), pad([]), pad(contexts[0])]),
+                          counts=np.array([len(contexts[1]), 1, len(contexts[0])], np.int32),
+                          request_ids=np.array([2, 0, 1], np.int32), remaining=np.array([5, 9, 6], np.int32),
+                          greedy=np.array([False, False, True]))
     _, after = decode(engine, new_policy, state, [8])
     for slot, request_id, steps, greedy in ((0, 1, 6, True), (1, 2, 5, False)):
         tokens, logprobs = reference(new_params, contexts[slot].astype(np.int32), request_id, steps, greedy=greedy)
@@ -352,19 +354,43 @@ def test_bfloat16_parameters_are_computed_with_in_the_compute_type(engine, param
     np.testing.assert_allclose(taken[0][1], logprobs, atol=1e-5)
 
 
-def test_each_program_is_compiled_once(engine, policy):
+@contextlib.contextmanager
+def compilations():
+    """A list that grows by one with each program that XLA compiles."""
+    compiled = []
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(kwargs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_each_program_is_compiled_once(engine):
     """Slots, lengths, request ids, numbers of steps and versions are data; only the padded length is a shape."""
-    local = make_engine()
-    for round_number in range(20):
-        policy = local.load_params(make_params(), round_number)
-        prompt = np.arange(1 + round_number % 15, dtype=np.int32)
-        state = local.insert(prefill(local, policy, prompt, request_id=round_number), local.init_decode_state(), round_number % SLOTS)
-        state = local.append(policy, state, np.ones((SLOTS, 4), np.int32), counts=np.arange(SLOTS, dtype=np.int32) % (1 + round_number % 4),
-                             remaining=np.full(SLOTS, 3, np.int32))
-        state, _ = local.decode(policy, state, 1 + round_number % MAX_STEPS)
-        local.free_resource(state, 0)
-    programs = (local._load, local._init, local._prefill, local._insert, local._append, local._decode, local._free)
-    assert [program._cache_size() for program in programs] == [1] * len(programs)
+    rng = np.random.default_rng(0)
+
+    def one_round(number):
+        policy = engine.load_params(make_params(number), number)
+        state = fill(engine, policy, {slot: (rng.integers(60, size=rng.integers(1, 16)), {"request_id": 10 * number + slot})
+                                      for slot in range(SLOTS)})
+        state, _ = engine.decode(policy, state, 1 + number % MAX_STEPS)
+        state = engine.append(policy, state, rng.integers(60, size=(SLOTS, 8)).astype(np.int32),
+                              counts=rng.integers(9, size=SLOTS).astype(np.int32), remaining=np.full(SLOTS, number, np.int32))
+        engine.free_resource(state, number % SLOTS)
+
+    one_round(0)
+    with compilations() as compiled:
+        for number in range(1, 20):
+            one_round(number)
+    assert not compiled
+    with compilations() as compiled:
+        jax.jit(lambda x: x + 1.5)(1.0)
+    assert compiled  # the listener listens
 
 
 # --- refusals ---
@@ -403,9 +429,9 @@ def test_a_prefill_that_does_not_fit_is_refused(engine, policy, true_length, wid
 
 
 def test_an_existing_prefix_counts_too(engine, policy):
-    prefix = prefill(engine, policy, np.ones(16, np.int32))
-    with pytest.raises(ValueError, match="a context of 32 tokens leaves no room"):
-        engine.prefill(params=policy, existing_prefix=prefix, padded_tokens=np.ones(16, np.int32), true_length=16)
+    prefix = prefill(engine, policy, np.ones(WIDTH))
+    with pytest.raises(ValueError, match=f"a context of {2 * WIDTH} tokens leaves no room"):
+        prefill(engine, policy, np.ones(WIDTH), existing_prefix=prefix)
 
 
 @pytest.mark.parametrize("slot", [-1, SLOTS])

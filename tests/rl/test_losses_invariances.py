@@ -171,6 +171,16 @@ def test_a_token_of_the_mask_with_a_non_finite_value_is_dropped_and_counted(valu
         np.testing.assert_allclose(metrics[name], expected, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_extremes_are_those_of_the_tokens_in_the_mask(sign):
+    """All ratios on one side of 1, where the ratio of a token that does not exist would be an extreme."""
+    logprobs, proximal, sampler = row([sign * 0.3, sign * 0.5]), row([sign * 0.2, sign * 0.2]), row([0.0, sign * 0.1])
+    _, metrics, _ = gradient_of((logprobs, proximal, sampler, row([1.0, 1.0]), row([1, 1], bool)))
+    for name, log_ratios in (("discrepancy", [sign * 0.2, sign * 0.1]), ("staleness", [sign * 0.1, sign * 0.3])):
+        extremes = [metrics[f"{name}_ratio_min"], metrics[f"{name}_ratio_max"]]
+        np.testing.assert_allclose(extremes, np.sort(np.exp(log_ratios)), rtol=1e-6)
+
+
 def test_a_batch_without_sampler_logprobs_trains_nothing_and_says_so():
     logprobs, proximal, sampler, *others, _ = random_batch(8)
     loss, metrics, gradient = gradient_of((logprobs, proximal, np.full_like(sampler, np.nan), *others))

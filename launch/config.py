@@ -8,7 +8,6 @@ import importlib
 import pathlib
 import pkgutil
 from collections.abc import Sequence
-from typing import Annotated
 
 import tyro
 
@@ -57,27 +56,22 @@ class SnapshotOptions:
     publish_dtype: Precision = Precision.BFLOAT16
 
 
-def _flat(options):
-    """The fields appear on the command line without the group's name."""
-    return Annotated[options, tyro.conf.arg(prefix_name=False)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One experiment."""
+    """One experiment. On the command line the groups marked below appear without their names."""
 
     model: ModelConfig
     environment: EnvironmentName = EnvironmentName.FROZEN_LAKE
     frozen_lake: FrozenLakeOptions = FrozenLakeOptions()
     arithmetic: ArithmeticOptions = ArithmeticOptions()
-    mesh: _flat(MeshOptions) = MeshOptions()
+    mesh: tyro.conf.OmitArgPrefixes[MeshOptions] = MeshOptions()
     warm_start: WarmStartOptions = WarmStartOptions()
-    optimizer: _flat(OptimizerOptions) = OptimizerOptions()
-    loss: _flat(LossOptions) = LossOptions()
-    step: _flat(StepOptions) = StepOptions()
-    loop: _flat(LoopOptions) = LoopOptions()
-    sampler: _flat(SamplerOptions) = SamplerOptions()
-    snapshots: _flat(SnapshotOptions) = SnapshotOptions()
+    optimizer: tyro.conf.OmitArgPrefixes[OptimizerOptions] = OptimizerOptions()
+    loss: tyro.conf.OmitArgPrefixes[LossOptions] = LossOptions()
+    step: tyro.conf.OmitArgPrefixes[StepOptions] = StepOptions()
+    loop: tyro.conf.OmitArgPrefixes[LoopOptions] = LoopOptions()
+    sampler: tyro.conf.OmitArgPrefixes[SamplerOptions] = SamplerOptions()
+    snapshots: tyro.conf.OmitArgPrefixes[SnapshotOptions] = SnapshotOptions()
     length_buckets: int = 1  # padded lengths between 0 and the context's; each costs its compilations
     evaluation_episodes: int = 256  # held-out instances
     seed: int = 0
@@ -129,6 +123,8 @@ def check(config: Config) -> None:
     if config.sampler.top_p != 1.0:
         raise ConfigError(f"--top-p is {config.sampler.top_p}, wanted 1 for training: a truncated distribution gives the tokens it cuts off "
                           "probability 0, and every ratio loses its meaning; use top-p only in launch.evaluate")
+    if not config.sampler.temperature > 0:
+        raise ConfigError(f"--temperature is {config.sampler.temperature}, wanted more than 0: greedy tokens have no ratio to train on")
     if config.model.vocab_size < ByteTokenizer.vocab_size:
         raise ConfigError(f"--model.vocab-size is {config.model.vocab_size}, wanted at least {ByteTokenizer.vocab_size}: the tokenizer's ids")
     environment = config.make_environment(Split.TRAIN)

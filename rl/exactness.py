@@ -47,7 +47,7 @@ class ExactnessProbe:
                     continue
                 replayed = trajectory.old_logprobs[trajectory.policy_versions == version]
                 difference = np.abs(replayed.astype(np.float64) - live.logprobs)
-                error = max(error, float(np.max(np.nan_to_num(difference, nan=np.inf))))  # max() would overlook a NaN
+                error = max(error, float(np.max(np.where(np.isnan(difference), np.inf, difference))))  # max() overlooks a NaN
                 self.num_compared += len(replayed)
         self.max_error = max(self.max_error, error)
         return error

@@ -147,7 +147,7 @@ def make_update(loss: Callable, optimizer: optax.GradientTransformation, *, num_
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an int count
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         state = LearnerState(params=optax.apply_updates(state.params, updates), optimizer=optimizer_state)
-        return state, jnp.sum(shares), sums, optax.global_norm(gradients)
+        return state, jnp.sum(shares), sums, optax.tree.norm(gradients)
 
     return update
 

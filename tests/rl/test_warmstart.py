@@ -32,7 +32,11 @@ def make_params(mesh=None):
     return jax.device_put(params, parameter_shardings(MODEL.axes, MODEL.shapes, mesh or mesh_of()))
 
 
-def train(mesh=None, *, make_environment=functools.partial(make, EnvironmentName.ARITHMETIC, Split.TRAIN), seed=4, **options):
+def arithmetic():
+    return make(EnvironmentName.ARITHMETIC, Split.TRAIN)
+
+
+def train(mesh=None, *, make_environment=arithmetic, seed=4, **options):
     """Weights and losses. As a rule every episode is in every update."""
     mesh, losses = mesh or mesh_of(), []
     options = WarmStartOptions(**{"episodes": 8, "updates": 20, "rows": 8, "microbatches": 2, "learning_rate": 2e-2, **options})
@@ -125,7 +129,7 @@ def first_loss(seed):
     rng = np.random.default_rng((seed, 1))
     total, count = 0.0, 0
     for _ in range(8):
-        demonstration = demonstrate(make(EnvironmentName.ARITHMETIC, Split.TRAIN), int(rng.integers(2**31)), rng, max_length=88)
+        demonstration = demonstrate(arithmetic(), int(rng.integers(2**31)), rng, max_length=88)
         length = len(demonstration.tokens)
         tokens = np.pad(demonstration.tokens, (0, 16 - length))[None]
         logprobs = np.asarray(score_once(make_params(), tokens, np.arange(16)[None] < length))[0, :length]

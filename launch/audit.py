@@ -59,10 +59,15 @@ def audit(foundation: Foundation, options: AuditOptions, console: rich.console.C
     ledger_dir = options.run_dir / "ledger"
     store = SnapshotStore(options.run_dir / "snapshots")
     ledger = check_ledger(ledger_dir)
-    console.print(f"ledger: {ledger.num_rows:,} rows, {ledger.num_steps} learner steps, {ledger.num_segments:,} segments, "
-                  f"{ledger.num_trained_tokens:,} trained tokens, {ledger.num_exact_tokens:,} of them anchored exactly; {len(ledger.failures)} faults")
+    console.print(
+        f"ledger: {ledger.num_rows:,} rows, {ledger.num_steps} learner steps, {ledger.num_segments:,} segments, "
+        f"{ledger.num_trained_tokens:,} trained tokens, {ledger.num_exact_tokens:,} of them anchored exactly; "
+        f"{len(ledger.failures)} faults"
+    )
     snapshots = check_snapshots(store, ledger.rows)
-    console.print(f"snapshots: {snapshots.num_snapshots} persisted, {snapshots.num_files} files; {len(snapshots.failures)} faults")
+    console.print(
+        f"snapshots: {snapshots.num_snapshots} persisted, {snapshots.num_files} files; {len(snapshots.failures)} faults"
+    )
     failures = ledger.failures + snapshots.failures
     if ledger.num_segments and not ledger.num_exact_segments:
         console.print("replay: none, for the run's old-logprob source is not exact")
@@ -71,13 +76,17 @@ def audit(foundation: Foundation, options: AuditOptions, console: rich.console.C
     if options.replay and not chosen:
         return [*failures, f"{options.replay} segments to replay, but none has its snapshot persisted"]
     replay_failures, compared = replay(foundation, store, ledger_dir, chosen, console)
-    console.print(f"replay: {len(chosen)} of {options.replay} segments scored again, {sum(c.num_tokens for c in compared):,} tokens, "
-                  f"{sum(c.num_mismatches for c in compared)} differ, largest difference {max((c.max_error for c in compared), default=0.0):.1e} nats")
+    console.print(
+        f"replay: {len(chosen)} of {options.replay} segments scored again, {sum(c.num_tokens for c in compared):,} tokens, "
+        f"{sum(c.num_mismatches for c in compared)} differ, "
+        f"largest difference {max((c.max_error for c in compared), default=0.0):.1e} nats"
+    )
     return failures + replay_failures
 
 
-def replay(foundation: Foundation, store: SnapshotStore, ledger_dir: pathlib.Path, rows: list[dict],
-           console: rich.console.Console) -> tuple[list[str], list[Comparison]]:
+def replay(
+    foundation: Foundation, store: SnapshotStore, ledger_dir: pathlib.Path, rows: list[dict], console: rich.console.Console
+) -> tuple[list[str], list[Comparison]]:
     """Scores segments again under their persisted snapshots, in the buckets that the ledger records."""
     calls = collections.defaultdict(list)
     for row in rows:
@@ -95,8 +104,11 @@ def replay(foundation: Foundation, store: SnapshotStore, ledger_dir: pathlib.Pat
             for row, comparison in zip(segments, score_again(scorers[bucket], params, ledger_dir, segments), strict=True):
                 compared.append(comparison)
                 if comparison.num_mismatches:
-                    failures.append(f"step {row['step']}, trajectory {row['request_id']}, tokens [{row['start']}, {row['stop']}), version {version}: "
-                                    f"{comparison.num_mismatches} of {comparison.num_tokens} old logprobs differ, by up to {comparison.max_error:.1e} nats")
+                    failures.append(
+                        f"step {row['step']}, trajectory {row['request_id']}, tokens [{row['start']}, {row['stop']}), "
+                        f"version {version}: {comparison.num_mismatches} of {comparison.num_tokens} old logprobs differ, "
+                        f"by up to {comparison.max_error:.1e} nats"
+                    )
             progress.advance(task, len(segments))
     return failures, compared
 
@@ -107,10 +119,13 @@ def score_again(scorer: Scorer, params: Params, ledger_dir: pathlib.Path, rows: 
     for row in rows:
         arrays = read_step(ledger_dir, row["step"])
         first = int(arrays["offsets"][row["row"]])
-        contexts.append(arrays["tokens"][first:first + row["stop"]])
-        recorded.append(arrays["old_logprobs"][first + row["start"]:first + row["stop"]])
+        contexts.append(arrays["tokens"][first : first + row["stop"]])
+        recorded.append(arrays["old_logprobs"][first + row["start"] : first + row["stop"]])
     scores = scorer.score(params, contexts)
-    return [compare(old, np.ascontiguousarray(scored.logprobs[row["start"]:])) for row, old, scored in zip(rows, recorded, scores, strict=True)]
+    return [
+        compare(old, np.ascontiguousarray(scored.logprobs[row["start"] :]))
+        for row, old, scored in zip(rows, recorded, scores, strict=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ class Foundation:
     @classmethod
     def of(cls, config: Config) -> "Foundation":
         model_config: ModelConfig = config.model
-        return cls(config, Model(model_config), make_mesh(config.mesh), length_buckets(model_config.max_length, config.length_buckets))
+        return cls(
+            config, Model(model_config), make_mesh(config.mesh), length_buckets(model_config.max_length, config.length_buckets)
+        )
 
     def check(self) -> None:
         """Refuses, before anything is compiled or written, what does not divide over the mesh."""
@@ -71,7 +73,9 @@ class Foundation:
         if bucket is not None:
             check_rows("the recorded bucket", bucket.rows, self.mesh)
             lengths, rows_per_device = (bucket.length,), bucket.rows // num_batch_shards(self.mesh)
-        return Scorer(self.model, self.mesh, rows_per_device=rows_per_device, lengths=lengths, temperature=self.config.sampler.temperature)
+        return Scorer(
+            self.model, self.mesh, rows_per_device=rows_per_device, lengths=lengths, temperature=self.config.sampler.temperature
+        )
 
     def sampler_factory(self):
         """A function that makes samplers over one engine: training and evaluations share its compiled programs."""
@@ -79,9 +83,16 @@ class Foundation:
 
         options = self.config.sampler
         stop = self.config.make_environment(Split.TRAIN).stop
-        engine = PolicyEngine(self.model, self.mesh, slots=options.slots, max_steps=options.decode_steps_per_call, temperature=options.temperature,
-                              top_p=options.top_p, seed=self.config.seed,
-                              stop_tokens=() if stop is None else tuple(ByteTokenizer().encode(stop).tolist()))
+        engine = PolicyEngine(
+            self.model,
+            self.mesh,
+            slots=options.slots,
+            max_steps=options.decode_steps_per_call,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=self.config.seed,
+            stop_tokens=() if stop is None else tuple(ByteTokenizer().encode(stop).tolist()),
+        )
         return functools.partial(Sampler, engine, lengths=self.lengths, refill_rows=options.refill_rows, swap=options.swap)
 
     def initial_params(self) -> Params:
@@ -96,12 +107,36 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
     store = SnapshotStore(run_dir / "snapshots")
     ring = SnapshotRing(config.snapshots.ring_capacity, store=store, persist_every=config.snapshots.persist_every)
     source = make_source(config.snapshots.old_logprobs, ring=ring, scorer=scorer)
-    learner = Learner(foundation.model, foundation.mesh, optimizer=config.optimizer, loss=config.loss, step=config.step,
-                      publish_dtype=config.snapshots.publish_dtype, temperature=config.sampler.temperature, anchor=source.inside, seed=config.seed)
+    learner = Learner(
+        foundation.model,
+        foundation.mesh,
+        optimizer=config.optimizer,
+        loss=config.loss,
+        step=config.step,
+        publish_dtype=config.snapshots.publish_dtype,
+        temperature=config.sampler.temperature,
+        anchor=source.inside,
+        seed=config.seed,
+    )
     rollouts = Rollouts(sampler, functools.partial(config.make_environment, Split.TRAIN), max_length=config.model.max_length)
-    admission = Admission(options.groups_per_step, options.group_size, max_staleness=options.max_staleness, publish_every=options.publish_every,
-                          stale_policy=options.stale_policy)
+    admission = Admission(
+        options.groups_per_step,
+        options.group_size,
+        max_staleness=options.max_staleness,
+        publish_every=options.publish_every,
+        stale_policy=options.stale_policy,
+    )
     probe = ExactnessProbe(scorer, every=config.snapshots.exactness_every if source.exact else 0)
-    rooms = Rooms(learner=learner, ring=ring, store=store, sampler=sampler, rollouts=rollouts, admission=admission, source=source, probe=probe,
-                  ledger=Ledger(run_dir / "ledger"), metrics=MetricsWriter(run_dir / "metrics.jsonl"))
+    rooms = Rooms(
+        learner=learner,
+        ring=ring,
+        store=store,
+        sampler=sampler,
+        rollouts=rollouts,
+        admission=admission,
+        source=source,
+        probe=probe,
+        ledger=Ledger(run_dir / "ledger"),
+        metrics=MetricsWriter(run_dir / "metrics.jsonl"),
+    )
     return Loop(rooms, options, lengths=foundation.lengths, seed=config.seed)

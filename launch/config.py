@@ -108,9 +108,14 @@ def parse(arguments: Sequence[str], *, program: str) -> tuple[str, Config]:
     """`[CONFIG] [--option value ...]` to the config's name and the config. Exits with a message on unknown options."""
     arguments = list(arguments)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "quickstart"
-    config = tyro.cli(Config, default=load_config(name), args=arguments, prog=f"{program} {name}",
-                      description=f"Configs: {', '.join(config_names())} (the first argument; default quickstart).",
-                      config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagConversionOff))
+    config = tyro.cli(
+        Config,
+        default=load_config(name),
+        args=arguments,
+        prog=f"{program} {name}",
+        description=f"Configs: {', '.join(config_names())} (the first argument; default quickstart).",
+        config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagConversionOff),
+    )
     return name, config
 
 
@@ -121,22 +126,37 @@ def check(config: Config) -> None:
       ConfigError, ValueError: what, got, wanted, what to do.
     """
     if config.sampler.top_p != 1.0:
-        raise ConfigError(f"--top-p is {config.sampler.top_p}, wanted 1 for training: a truncated distribution gives the tokens it cuts off "
-                          "probability 0, and every ratio loses its meaning; use top-p only in launch.evaluate")
+        raise ConfigError(
+            f"--top-p is {config.sampler.top_p}, wanted 1 for training: a truncated distribution gives the tokens it cuts off "
+            "probability 0, and every ratio loses its meaning; use top-p only in launch.evaluate"
+        )
     if not config.sampler.temperature > 0:
-        raise ConfigError(f"--temperature is {config.sampler.temperature}, wanted more than 0: greedy tokens have no ratio to train on")
+        raise ConfigError(
+            f"--temperature is {config.sampler.temperature}, wanted more than 0: greedy tokens have no ratio to train on"
+        )
     if config.model.vocab_size < ByteTokenizer.vocab_size:
-        raise ConfigError(f"--model.vocab-size is {config.model.vocab_size}, wanted at least {ByteTokenizer.vocab_size}: the tokenizer's ids")
+        raise ConfigError(
+            f"--model.vocab-size is {config.model.vocab_size}, wanted at least {ByteTokenizer.vocab_size}: the tokenizer's ids"
+        )
     environment = config.make_environment(Split.TRAIN)
     if environment.max_episode_tokens > config.model.max_length:
-        raise ConfigError(f"--model.max-length is {config.model.max_length}, but an episode of {config.environment.value} may take "
-                          f"{environment.max_episode_tokens} tokens; raise it, or shorten the episode")
+        raise ConfigError(
+            f"--model.max-length is {config.model.max_length}, but an episode of {config.environment.value} may take "
+            f"{environment.max_episode_tokens} tokens; raise it, or shorten the episode"
+        )
     if config.warm_start.updates and not environment.has_expert:
         raise ConfigError(f"{config.environment.value} has no expert to warm-start from; set --warm-start.updates 0")
     if config.loop.group_size < 2:
-        raise ConfigError(f"--group-size is {config.loop.group_size}, wanted at least 2: an advantage compares the members of a group")
-    for option, value in {"--steps": config.steps, "--groups-per-step": config.loop.groups_per_step, "--publish-every": config.loop.publish_every,
-                          "--decode-steps-per-call": config.sampler.decode_steps_per_call, "--persist-every": config.snapshots.persist_every}.items():
+        raise ConfigError(
+            f"--group-size is {config.loop.group_size}, wanted at least 2: an advantage compares the members of a group"
+        )
+    for option, value in {
+        "--steps": config.steps,
+        "--groups-per-step": config.loop.groups_per_step,
+        "--publish-every": config.loop.publish_every,
+        "--decode-steps-per-call": config.sampler.decode_steps_per_call,
+        "--persist-every": config.snapshots.persist_every,
+    }.items():
         if value < 1:
             raise ConfigError(f"{option} is {value}, wanted at least 1")
     check_capacity(config.snapshots.ring_capacity, config.loop.max_staleness)

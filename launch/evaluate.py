@@ -1,6 +1,6 @@
 """Evaluates a snapshot of a run on the held-out instances.
 
-    python -m launch.evaluate RUN_DIR [--version V] [--temperature T] [--top-p P]
+python -m launch.evaluate RUN_DIR [--version V] [--temperature T] [--top-p P]
 """
 
 import dataclasses
@@ -53,8 +53,13 @@ def main(arguments: list[str]) -> int:
         for label, greedy in (("greedy", True), ("sampled", False)):
             sampler = make_sampler()
             sampler.publish(version, params)
-            result = evaluate(sampler, functools.partial(config.make_environment, Split.HELD_OUT), num_episodes=episodes, greedy=greedy,
-                              max_length=config.model.max_length)
+            result = evaluate(
+                sampler,
+                functools.partial(config.make_environment, Split.HELD_OUT),
+                num_episodes=episodes,
+                greedy=greedy,
+                max_length=config.model.max_length,
+            )
             figures |= {f"{label}_success": result.success, f"{label}_reward": result.reward, f"{label}_tokens": result.tokens}
             rows.append((label, f"{result.success:.1%}", f"{result.reward:.3f}", f"{result.tokens:.1f}"))
         display.table("held-out", rows)
@@ -70,7 +75,9 @@ def _with_sampling(config: Config, options: EvaluateOptions) -> Config:
 
 def _choose_version(versions: tuple[int, ...], options: EvaluateOptions) -> int:
     if not versions:
-        raise ConfigError(f"{options.run_dir} holds no persisted snapshot; let launch.train finish, or train with --persist-every")
+        raise ConfigError(
+            f"{options.run_dir} holds no persisted snapshot; let launch.train finish, or train with --persist-every"
+        )
     version = versions[-1] if options.version is None else options.version
     if version not in versions:
         raise ConfigError(f"--version {version} is not persisted; wanted one of {', '.join(map(str, versions))}")

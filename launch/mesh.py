@@ -16,16 +16,18 @@ def make_mesh(options: MeshOptions) -> jax.sharding.Mesh:
     """
     sizes = [options.data, options.fsdp, options.tensor]
     num_devices = jax.device_count()
+    asked = f"mesh --data {options.data} --fsdp {options.fsdp} --tensor {options.tensor}"
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ConfigError(f"mesh --data {options.data} --fsdp {options.fsdp} --tensor {options.tensor}: wanted positive sizes, "
-                          "and -1 (all that is left) at most once")
+        raise ConfigError(f"{asked}: wanted positive sizes, and -1 (all that is left) at most once")
     if -1 in sizes:
         known = -int(np.prod(sizes))
         if num_devices % known:
-            raise ConfigError(f"mesh --data {options.data} --fsdp {options.fsdp} --tensor {options.tensor}: {num_devices} devices do not divide by {known}")
+            raise ConfigError(f"{asked}: {num_devices} devices do not divide by {known}")
         sizes[sizes.index(-1)] = num_devices // known
     if int(np.prod(sizes)) > num_devices:
-        raise ConfigError(f"mesh --data {options.data} --fsdp {options.fsdp} --tensor {options.tensor} needs {int(np.prod(sizes))} devices, "
-                          f"there are {num_devices}; on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={int(np.prod(sizes))}")
-    devices = mesh_utils.create_device_mesh(sizes, jax.devices()[:int(np.prod(sizes))], allow_split_physical_axes=True)
+        raise ConfigError(
+            f"{asked} needs {int(np.prod(sizes))} devices, "
+            f"there are {num_devices}; on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={int(np.prod(sizes))}"
+        )
+    devices = mesh_utils.create_device_mesh(sizes, jax.devices()[: int(np.prod(sizes))], allow_split_physical_axes=True)
     return jax.sharding.Mesh(devices, MESH_AXES)

@@ -13,7 +13,19 @@ import cattrs.preconf.json
 from launch.config import Config, ConfigError
 
 CONFIG, SUMMARY = "config.json", "summary.json"
-PACKAGES = ("exactor", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "chex", "google-jetstream", "gymnasium", "numpy")
+PACKAGES = (
+    "exactor",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "tensorstore",
+    "chex",
+    "google-jetstream",
+    "gymnasium",
+    "numpy",
+)
 
 
 @functools.cache
@@ -33,10 +45,14 @@ def create(config: Config, name: str) -> pathlib.Path:
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     run_dir = config.run_dir or pathlib.Path("runs") / f"{started}-{name}-seed{config.seed}"
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise ConfigError(f"--run-dir {run_dir} exists and is not empty; a run never writes into another's directory: choose another")
+        raise ConfigError(
+            f"--run-dir {run_dir} exists and is not empty; a run never writes into another's directory: choose another"
+        )
     run_dir.mkdir(parents=True, exist_ok=True)
     versions = {package: _version(package) for package in PACKAGES}
-    write_json(run_dir / CONFIG, {"name": name, "config": _converter().unstructure(config), "versions": versions, "commit": _commit()})
+    write_json(
+        run_dir / CONFIG, {"name": name, "config": _converter().unstructure(config), "versions": versions, "commit": _commit()}
+    )
     return run_dir
 
 
@@ -52,7 +68,9 @@ def read_config(run_dir: pathlib.Path) -> Config:
     try:
         return _converter().structure(json.loads(path.read_text())["config"], Config)
     except (cattrs.BaseValidationError, KeyError, ValueError) as error:
-        raise ConfigError(f"{path} does not describe a config of this version: {error}; check out the commit that it names") from error
+        raise ConfigError(
+            f"{path} does not describe a config of this version: {error}; check out the commit that it names"
+        ) from error
 
 
 def write_json(path: pathlib.Path, content: dict) -> None:
@@ -73,7 +91,9 @@ def _commit() -> str | None:
     """The commit of this checkout, marked when files differ from it; None outside of one."""
     root = pathlib.Path(__file__).parent
     try:
-        described = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root, capture_output=True, text=True, check=True)
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return described.stdout.strip()

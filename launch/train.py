@@ -1,6 +1,6 @@
 """Trains a policy: warm start, asynchronous reinforcement learning, and a table of what came of it.
 
-    python -m launch.train [CONFIG] [--option value ...]
+python -m launch.train [CONFIG] [--option value ...]
 """
 
 import functools
@@ -10,7 +10,7 @@ import time
 
 from launch import run_directory
 from launch.build import Foundation, build_loop
-from launch.config import Config, check, parse
+from launch.config import check, parse
 from launch.display import Display
 from models.transformer import Params
 from rl.environments import Split
@@ -61,8 +61,15 @@ def train(foundation: Foundation, run_dir: pathlib.Path, display: Display) -> di
 def _warm_started(foundation: Foundation, display: Display) -> Params:
     config = foundation.config
     display.phase(f"warm start: imitating the scripted expert, {config.warm_start.updates} updates")
-    return warm_start(foundation.model, foundation.initial_params(), foundation.mesh, functools.partial(config.make_environment, Split.TRAIN),
-                      config.warm_start, seed=config.seed, lengths=foundation.lengths)
+    return warm_start(
+        foundation.model,
+        foundation.initial_params(),
+        foundation.mesh,
+        functools.partial(config.make_environment, Split.TRAIN),
+        config.warm_start,
+        seed=config.seed,
+        lengths=foundation.lengths,
+    )
 
 
 def _evaluate_both(foundation: Foundation, make_sampler, loop: Loop, display: Display) -> tuple[Evaluation, Evaluation]:
@@ -73,22 +80,39 @@ def _evaluate_both(foundation: Foundation, make_sampler, loop: Loop, display: Di
     for greedy in (True, False):
         sampler = make_sampler()
         sampler.publish(loop.version, loop.live)
-        results.append(evaluate(sampler, functools.partial(config.make_environment, Split.HELD_OUT), num_episodes=config.evaluation_episodes,
-                                greedy=greedy, max_length=config.model.max_length))
+        results.append(
+            evaluate(
+                sampler,
+                functools.partial(config.make_environment, Split.HELD_OUT),
+                num_episodes=config.evaluation_episodes,
+                greedy=greedy,
+                max_length=config.model.max_length,
+            )
+        )
     return tuple(results)
 
 
-def _summary(rows: list[dict], loop: Loop, exactness: dict, before: tuple[Evaluation, Evaluation], after: tuple[Evaluation, Evaluation]) -> dict:
+def _summary(
+    rows: list[dict], loop: Loop, exactness: dict, before: tuple[Evaluation, Evaluation], after: tuple[Evaluation, Evaluation]
+) -> dict:
     trained = sum(row["trajectories"] for row in rows)
     return {
-        "success_before": before[0].success, "success_after": after[0].success,
-        "sampled_success_before": before[1].success, "sampled_success_after": after[1].success,
+        "success_before": before[0].success,
+        "success_after": after[0].success,
+        "sampled_success_before": before[1].success,
+        "sampled_success_after": after[1].success,
         "fraction_multi_version": sum(row["fraction_multi_version"] * row["trajectories"] for row in rows) / trained,
-        "staleness_mean": sum(row["staleness_mean"] * row["tokens_trained"] for row in rows) / max(sum(row["tokens_trained"] for row in rows), 1),
+        "staleness_mean": sum(row["staleness_mean"] * row["tokens_trained"] for row in rows)
+        / max(sum(row["tokens_trained"] for row in rows), 1),
         "staleness_max": max(row["staleness_max"] for row in rows),
-        "exactness_max_error": loop.probe.max_error, "exactness_compared_tokens": loop.probe.num_compared, "exactness": exactness,
-        "steps": loop.step, "versions": loop.version, "trajectories_trained": trained,
-        "skipped_publishes": rows[-1]["skipped_publishes"], "dropped_stale": rows[-1]["dropped_stale"],
+        "exactness_max_error": loop.probe.max_error,
+        "exactness_compared_tokens": loop.probe.num_compared,
+        "exactness": exactness,
+        "steps": loop.step,
+        "versions": loop.version,
+        "trajectories_trained": trained,
+        "skipped_publishes": rows[-1]["skipped_publishes"],
+        "dropped_stale": rows[-1]["dropped_stale"],
     }
 
 
@@ -96,15 +120,25 @@ def _show(summary: dict, run_dir: pathlib.Path, display: Display) -> None:
     def percent(name: str) -> str:
         return f"{summary[name]:.1%}"
 
-    display.table("held-out success", [("", "before", "after"), ("greedy", percent("success_before"), percent("success_after")),
-                                       ("sampled", percent("sampled_success_before"), percent("sampled_success_after"))])
+    display.table(
+        "held-out success",
+        [
+            ("", "before", "after"),
+            ("greedy", percent("success_before"), percent("success_after")),
+            ("sampled", percent("sampled_success_before"), percent("sampled_success_after")),
+        ],
+    )
     compared = f"{summary['exactness_compared_tokens']:,} tokens"
-    display.table("asynchrony and exactness", [
-        ("trajectories with two or more versions", percent("fraction_multi_version")),
-        ("staleness, mean and largest", f"{summary['staleness_mean']:.2f}, {summary['staleness_max']:.0f} versions"),
-        ("replay on this platform", f"{summary['exactness']['replay']} ({summary['exactness']['platform']})"),
-        ("ring replay against live scores", f"{summary['exactness_max_error']:.1e} nats, {compared}"),
-        ("seconds", f"{summary['seconds']:.0f}")])
+    display.table(
+        "asynchrony and exactness",
+        [
+            ("trajectories with two or more versions", percent("fraction_multi_version")),
+            ("staleness, mean and largest", f"{summary['staleness_mean']:.2f}, {summary['staleness_max']:.0f} versions"),
+            ("replay on this platform", f"{summary['exactness']['replay']} ({summary['exactness']['platform']})"),
+            ("ring replay against live scores", f"{summary['exactness_max_error']:.1e} nats, {compared}"),
+            ("seconds", f"{summary['seconds']:.0f}"),
+        ],
+    )
     display.phase(f"done; verify with: python -m launch.audit {run_dir} --replay 50")
 
 

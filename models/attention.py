@@ -3,6 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+MASKED_LOGIT = -1e30
+"""Of what must have no probability. Finite: an infinite one would make inf - inf in a softmax and 0 * inf in an entropy."""
+
 
 def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_positions: jax.Array) -> jax.Array:
     """Causal grouped-query attention; logits and softmax in float32.
@@ -19,5 +22,15 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_p
     Returns:
       [B, T, N, H] in the type of `queries`.
     """
-    visible = jnp.arange(keys.shape[1])[None, None, :] <= query_positions[:, :, None]
-    return jax.nn.dot_product_attention(queries, keys, values, mask=visible[:, None])
+    num_rows, length, num_heads, head_dim = queries.shape
+    num_kv_heads = keys.shape[2]
+    group = num_heads // num_kv_heads
+    # The query heads of one kv head are more queries to it: two plain matrix products a kv head, whatever the grouping.
+    grouped = queries.reshape(num_rows, length, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(num_rows, num_kv_heads, group * length, head_dim)
+    visible = jnp.arange(keys.shape[1])[None, None, :] <= jnp.tile(query_positions, (1, group))[:, :, None]
+    logits = jnp.einsum("bkqh,bskh->bkqs", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
+    weights = jax.nn.softmax(jnp.where(visible[:, None], logits, MASKED_LOGIT), axis=-1)
+    attended = jnp.einsum("bkqs,bskh->bkqh", weights.astype(values.dtype), values)
+    attended = attended.reshape(num_rows, num_kv_heads, group, length, head_dim)
+    return attended.transpose(0, 3, 1, 2, 4).reshape(queries.shape)

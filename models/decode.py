@@ -41,8 +41,8 @@ def prepare(model: Model, params: Params) -> Params:
     the cast is the one that the forward would make at each use.
     """
     params = jax.tree.map(lambda leaf: leaf.astype(model.config.compute_dtype.dtype), params)
-    layers = tuple(jax.tree.map(lambda leaf, index=index: leaf[index], params["blocks"]) for index in range(model.config.num_layers))
-    return {**params, "blocks": layers}
+    layers = [jax.tree.map(lambda leaf, index=index: leaf[index], params["blocks"]) for index in range(model.config.num_layers)]
+    return {**params, "blocks": tuple(layers)}
 
 
 def extend(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, starts: jax.Array,
@@ -85,7 +85,8 @@ def prefill(model: Model, prepared: Params, tokens: jax.Array, *, counts: jax.Ar
     return extend(model, prepared, empty, tokens, starts=jnp.zeros_like(counts), counts=counts)[1]
 
 
-def decode_step(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, positions: jax.Array) -> tuple[jax.Array, Cache]:
+def decode_step(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *,
+                positions: jax.Array) -> tuple[jax.Array, Cache]:
     """Feeds one token to each row: tokens and positions int32 [R] to float32 logits [R, V] of the next token, and the cache.
 
     A row whose position lies outside the cache is left as it is; its logits are garbage.

@@ -36,8 +36,9 @@ def parameter_sharding(name: str, axes: tuple[str, ...], shape: tuple[int, ...],
     for axis, size in zip(axes, shape, strict=True):
         mesh_axis = rules[axis]
         if mesh_axis is not None and size % mesh.shape[mesh_axis]:
-            raise ShardingError(f"parameter {name}: axis '{axis}' has size {size}, which does not divide over {mesh.shape[mesh_axis]} "
-                                f"devices of mesh axis '{mesh_axis}'; change --{mesh_axis} or the model's '{axis}' size")
+            raise ShardingError(f"parameter {name}: axis '{axis}' has size {size}, which does not divide over "
+                                f"{mesh.shape[mesh_axis]} devices of mesh axis '{mesh_axis}'; change --{mesh_axis} or the "
+                                f"model's '{axis}' size")
     return NamedSharding(mesh, PartitionSpec(*(rules[axis] for axis in axes)))
 
 
@@ -53,6 +54,13 @@ def parameter_shardings(axes, shapes, mesh: Mesh, rules=RULES):
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Leading axis over `BATCH_AXES`, everything else whole."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def lookup_shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+    """Where to look up tokens [B, T] in a table with sharded columns, and where the rows [B, T, D] are that come of it."""
+    columns = RULES["embed"]  # a mesh axis, and so not free for rows
+    rows = tuple(axis for axis in BATCH_AXES if axis != columns)
+    return NamedSharding(mesh, PartitionSpec(rows)), NamedSharding(mesh, PartitionSpec(rows, None, columns))
 
 
 def num_batch_shards(mesh: Mesh) -> int:

@@ -1,32 +1,33 @@
 """The decoder. `Transformer` is its Flax module; `Model` is what everyone else holds: the structure without the numbers.
 
 Parameters are a plain nested dict, split from the module once, here, and an argument of every call: scoring under an older
-snapshot or swapping a policy is then an ordinary call. Layers are stacked on a leading axis and scanned, so compile time
-and the published tree do not grow with depth. A block offers its two halves, `project` and `combine`, to whoever brings the
-attention in between: the scan below over whole sequences, and `models.decode` over a KV cache.
+snapshot or swapping a policy is then an ordinary call. The module itself never holds a number: it is built of declarations,
+and `Model.init` draws what they declare. Layers are stacked on a leading axis and scanned, so compile time and the published
+tree do not grow with depth. A block offers its two halves, `project` and `combine`, to whoever brings the attention in
+between: the scan below over whole sequences, and `models.decode` over a KV cache.
 """
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import attention
+from models.attention import MASKED_LOGIT, attention
 from models.config import ModelConfig
+from models.parameters import Params, declarations, declare, draw
+from models.sharding import lookup_shardings
 
-Params = dict
-"""Nested dict of arrays. Leaves under "blocks" carry a leading axis of size L."""
-
-MASKED_LOGIT = -1e30  # finite: an infinite one would make 0 * inf in entropies
+UNROLLED_LAYERS = 2  # up to so many, no scan: it copies whatever the backward pass needs, and compiles no faster
 
 
 class RMSNorm(nnx.Module):
     """Root mean square normalisation in float32."""
 
     def __init__(self, size: int, axis: str, epsilon: float):
-        self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=(axis,))
+        self.scale = declare([size], [axis], mean=1.0)
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -39,11 +40,10 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """An affine map over the trailing `num_in` axes of its input; the kernel has shape [*inputs, *outputs]."""
 
-    def __init__(self, inputs: dict[str, int], outputs: dict[str, int], *, use_bias: bool = False, scale: float = 1.0, rngs: nnx.Rngs):
-        shape = (*inputs.values(), *outputs.values())
-        fan_in = functools.reduce(lambda a, b: a * b, inputs.values())
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape) * (scale * fan_in**-0.5), axes=(*inputs, *outputs))
-        self.bias = nnx.Param(jnp.zeros(tuple(outputs.values())), axes=tuple(outputs)) if use_bias else None
+    def __init__(self, inputs: dict[str, int], outputs: dict[str, int], *, use_bias: bool = False, scale: float = 1.0):
+        deviation = scale * math.prod(inputs.values()) ** -0.5
+        self.kernel = declare([*inputs.values(), *outputs.values()], [*inputs, *outputs], deviation=deviation)
+        self.bias = declare(outputs.values(), outputs) if use_bias else None
         self.num_in = len(inputs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 class Block(nnx.Module):
     """One layer. Between its halves someone attends: over the sequence itself or over a cache."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         self.config = config
         embed = {"embed": config.d_model}
         heads = {"heads": config.num_heads, "head": config.head_dim}
@@ -75,16 +75,16 @@ class Block(nnx.Module):
         mlp = {"mlp": config.d_ff}
         residual_scale = (2 * config.num_layers) ** -0.5  # keeps the residual stream's variance independent of depth
         self.attention_norm = RMSNorm(config.d_model, "embed", config.norm_epsilon)
-        self.query = Linear(embed, heads, use_bias=config.qkv_bias, rngs=rngs)
-        self.key = Linear(embed, kv_heads, use_bias=config.qkv_bias, rngs=rngs)
-        self.value = Linear(embed, kv_heads, use_bias=config.qkv_bias, rngs=rngs)
-        self.output = Linear(heads, embed, scale=residual_scale, rngs=rngs)
+        self.query = Linear(embed, heads, use_bias=config.qkv_bias)
+        self.key = Linear(embed, kv_heads, use_bias=config.qkv_bias)
+        self.value = Linear(embed, kv_heads, use_bias=config.qkv_bias)
+        self.output = Linear(heads, embed, scale=residual_scale)
         self.query_norm = RMSNorm(config.head_dim, "head", config.norm_epsilon) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, "head", config.norm_epsilon) if config.qk_norm else None
         self.mlp_norm = RMSNorm(config.d_model, "embed", config.norm_epsilon)
-        self.gate = Linear(embed, mlp, rngs=rngs)
-        self.up = Linear(embed, mlp, rngs=rngs)
-        self.down = Linear(mlp, embed, scale=residual_scale, rngs=rngs)
+        self.gate = Linear(embed, mlp)
+        self.up = Linear(embed, mlp)
+        self.down = Linear(mlp, embed, scale=residual_scale)
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, D] to rotated queries [B, T, N, H], rotated keys and values [B, T, K, H]."""
@@ -105,13 +105,12 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Embedding, stacked blocks, final norm, and a language-model head unless the embedding is tied."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig):
         self.config = config
-        vocabulary = (config.padded_vocab_size, config.d_model)
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), vocabulary) * config.d_model**-0.5, axes=("vocab", "embed"))
-        self.blocks = nnx.vmap(lambda layer_rngs: Block(config, rngs=layer_rngs))(rngs.split(config.num_layers))
+        self.embedding = declare([config.padded_vocab_size, config.d_model], ["vocab", "embed"], deviation=config.d_model**-0.5)
+        self.blocks = Block(config)  # one structure for all layers, whose parameters are stacked
         self.final_norm = RMSNorm(config.d_model, "embed", config.norm_epsilon)
-        self.head = None if config.tied_embeddings else Linear({"embed": config.d_model}, {"vocab": config.padded_vocab_size}, rngs=rngs)
+        self.head = None if config.tied_embeddings else Linear({"embed": config.d_model}, {"vocab": config.padded_vocab_size})
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [B, T] to [B, T, D] in the compute type."""
@@ -146,8 +145,10 @@ class Model:
     activation_sharding: jax.sharding.NamedSharding | None = None
 
     def init(self, key: jax.Array) -> Params:
-        """Random parameters in float32."""
-        return nnx.to_pure_dict(nnx.state(Transformer(self.config, rngs=nnx.Rngs(params=key)), nnx.Param))
+        """Random parameters in float32: a function of the key, whatever the mesh."""
+        others = dict(_structure(self.config)[1])
+        block = others.pop("blocks")
+        return draw(key, block, others, d_model=self.config.d_model, num_layers=self.config.num_layers)
 
     def bind(self, params: Params) -> Transformer:
         """The Flax module with these parameters in it; for use inside a trace."""
@@ -156,12 +157,12 @@ class Model:
     @property
     def axes(self) -> Params:
         """The logical axes of every leaf, in a tree like the parameters."""
-        return _structure(self.config)[1]
+        return jax.tree.map(lambda leaf: leaf.axes, self._declarations)
 
     @property
     def shapes(self) -> Params:
         """A `jax.ShapeDtypeStruct` for every leaf."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), self._declarations)
 
     def hidden(self, params: Params, tokens: jax.Array) -> jax.Array:
         """int32 [B, T], padded on the right, to hidden states [B, T, D] before the final norm."""
@@ -175,23 +176,31 @@ class Model:
             return self._constrain(block.combine(x, attended)), None
 
         layer = jax.checkpoint(layer) if self.remat else layer
-        return jax.lax.scan(layer, self._constrain(transformer.embed(tokens)), stacked)[0]
+        return jax.lax.scan(layer, self._embed(transformer, tokens), stacked, unroll=self.config.num_layers <= UNROLLED_LAYERS)[0]
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Hidden states [..., D] to float32 logits [..., V]."""
         return self.bind(params).logits(hidden)
 
+    def _embed(self, transformer: Transformer, tokens: jax.Array) -> jax.Array:
+        """Tokens go to where the table's columns are and the looked-up columns come back: the table is never gathered."""
+        if self.activation_sharding is None:
+            return transformer.embed(tokens)
+        token_sharding, column_sharding = lookup_shardings(self.activation_sharding.mesh)
+        tokens = jax.lax.with_sharding_constraint(tokens, token_sharding)
+        return self._constrain(jax.lax.with_sharding_constraint(transformer.embed(tokens), column_sharding))
+
     def _constrain(self, x: jax.Array) -> jax.Array:
         return x if self.activation_sharding is None else jax.lax.with_sharding_constraint(x, self.activation_sharding)
+
+    @property
+    def _declarations(self) -> Params:
+        tree = _structure(self.config)[1]
+        return {**tree, "blocks": jax.tree.map(lambda leaf: leaf.stacked(self.config.num_layers), tree["blocks"])}
 
 
 @functools.cache
 def _structure(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
-    """The module's static part and its leaves' logical axes, found without making an array."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=0))), nnx.Param, ...)[:2]
-    axes = {}
-    for path, variable in nnx.to_flat_state(state):
-        *parents, leaf = path
-        node = functools.reduce(lambda tree, name: tree.setdefault(name, {}), parents, axes)
-        node[leaf] = (("layers",) if path[0] == "blocks" else ()) + variable.get_metadata()["axes"]
-    return graphdef, axes
+    """The module's static part, and its declarations: those of one layer under "blocks"."""
+    graphdef, state = nnx.split(Transformer(config))
+    return graphdef, declarations(state)

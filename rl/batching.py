@@ -27,7 +27,8 @@ def bucket_length(length: int, buckets: Sequence[int]) -> int:
     for bucket in buckets:
         if length <= bucket:
             return bucket
-    raise ValueError(f"{length} tokens do not fit the largest length bucket, {buckets[-1]}; raise --max-length or shorten the episode")
+    raise ValueError(f"{length} tokens do not fit the largest length bucket, {buckets[-1]}; "
+                     "raise --max-length or shorten the episode")
 
 
 def pad_rows(rows: Sequence[np.ndarray], length: int, *, fill, num_rows: int | None = None) -> np.ndarray:
@@ -38,12 +39,12 @@ def pad_rows(rows: Sequence[np.ndarray], length: int, *, fill, num_rows: int | N
     return padded
 
 
-def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequence[np.ndarray], advantages: np.ndarray, num_rows: int,
-               length: int) -> Batch:
+def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequence[np.ndarray], advantages: np.ndarray,
+               num_rows: int, length: int) -> Batch:
     """One learner step's rows, in numpy.
 
     Args:
-      trajectories: at most B of them; rows that are missing are empty, so that the batch has its shape when a group lost a member.
+      trajectories: at most B of them; rows that are missing are empty: the batch keeps its shape when a group lost a member.
       proximal_logprobs: float32, one array a trajectory, of its length.
       advantages: float32, one a trajectory, given to each trained token of its row.
       num_rows: B.
@@ -51,7 +52,19 @@ def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequenc
 
     Returns:
       A `Batch` of [B, T] arrays.
+
+    Raises:
+      ValueError: they do not fit, or lengths differ.
     """
+    longest = max(map(len, trajectories))
+    if len(trajectories) > num_rows or longest > length:
+        raise ValueError(f"{len(trajectories)} trajectories of up to {longest} tokens do not fit a batch of {num_rows} rows of "
+                         f"{length} tokens; use a larger bucket")
+    for trajectory, row in zip(trajectories, proximal_logprobs, strict=True):
+        if len(row) != len(trajectory):
+            raise ValueError(f"trajectory {trajectory.request_id} has {len(trajectory)} tokens and {len(row)} proximal logprobs; "
+                             "the source must give one a token")
+
     def pad(rows, fill):
         return pad_rows(rows, length, fill=fill, num_rows=num_rows)
 

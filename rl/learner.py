@@ -1,9 +1,9 @@
 """The learner: float32 master weights, sharded, and the gradient steps on them.
 
-One learner step takes a batch through `epochs` passes of `minibatches` optimizer steps each, with the proximal logprobs frozen; each
-optimizer step accumulates `microbatches` gradients that sum to the minibatch's own. What the loss computes with is not the
-master weights but the *published parameters*, their rounding to the publish type: the policy that is trained is the
-policy that samples. Gradients pass straight through the rounding.
+One learner step takes a batch through `epochs` passes of `minibatches` optimizer steps each, with the proximal logprobs frozen;
+each optimizer step accumulates `microbatches` gradients that sum to the minibatch's own. What the loss computes with is not
+the master weights but the *published parameters*, their rounding to the publish type: the policy that is trained is the policy
+that samples. Gradients pass straight through the rounding.
 """
 
 import dataclasses
@@ -44,11 +44,12 @@ class OptimizerOptions:
     max_gradient_norm: float = 1.0
 
     def make(self) -> optax.GradientTransformation:
-        schedule = optax.constant_schedule(self.learning_rate)
+        rate = self.learning_rate
+        schedule = optax.constant_schedule(rate)
         if self.decay_updates is not None:
-            schedule = optax.linear_schedule(self.learning_rate, self.learning_rate * self.final_rate_fraction, self.decay_updates)
+            schedule = optax.linear_schedule(rate, rate * self.final_rate_fraction, self.decay_updates)
         if self.warmup_updates:
-            warmup = optax.linear_schedule(self.learning_rate / (self.warmup_updates + 1), self.learning_rate, self.warmup_updates)
+            warmup = optax.linear_schedule(rate / (self.warmup_updates + 1), rate, self.warmup_updates)
             schedule = optax.join_schedules([warmup, schedule], [self.warmup_updates])
         return optax.chain(optax.clip_by_global_norm(self.max_gradient_norm),
                            optax.adamw(schedule, self.adam_b1, self.adam_b2, self.adam_epsilon, weight_decay=self.weight_decay))
@@ -107,8 +108,9 @@ def publish_cast(params: Params, precision: Precision) -> Params:
 
 def published_shapes(model: Model, mesh: jax.sharding.Mesh, precision: Precision) -> Params:
     """What `Learner.published` returns, as `jax.ShapeDtypeStruct` with shardings."""
-    return jax.tree.map(lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, precision.dtype, sharding=sharding), model.shapes,
-                        parameter_shardings(model.axes, model.shapes, mesh))
+    shardings = parameter_shardings(model.axes, model.shapes, mesh)
+    return jax.tree.map(lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, precision.dtype, sharding=sharding),
+                        model.shapes, shardings)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -117,7 +119,8 @@ def policy_parameters(params: Params, precision: Precision) -> Params:
     return jax.tree.map(lambda leaf: _rounded(leaf, precision), params)
 
 
-policy_parameters.defvjp(lambda params, precision: (policy_parameters(params, precision), None), lambda precision, _, cotangents: (cotangents,))
+policy_parameters.defvjp(lambda params, precision: (policy_parameters(params, precision), None),
+                         lambda precision, _, cotangents: (cotangents,))
 
 
 def _rounded(leaf: jax.Array, precision: Precision) -> jax.Array:
@@ -143,7 +146,8 @@ def make_update(loss: Callable, optimizer: optax.GradientTransformation, *, num_
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         gradients, (shares, stacked) = jax.lax.scan(accumulate, zeros, jax.tree.map(split, minibatch))
-        sums = functools.reduce(combine_metrics, [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(num_microbatches)])
+        parts = [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(num_microbatches)]
+        sums = functools.reduce(combine_metrics, parts)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an int count
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         state = LearnerState(params=optax.apply_updates(state.params, updates), optimizer=optimizer_state)
@@ -165,22 +169,24 @@ class Learner:
       seed: of the order of rows in minibatches.
     """
 
-    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, optimizer: OptimizerOptions, loss: LossOptions, step: StepOptions,
-                 publish_dtype: Precision, temperature: float, anchor: AnchorFunction | None = None, seed: int = 0):
+    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, optimizer: OptimizerOptions, loss: LossOptions,
+                 step: StepOptions, publish_dtype: Precision, temperature: float, anchor: AnchorFunction | None = None,
+                 seed: int = 0):
         self._mesh, self._loss_options, self._step_options, self._seed = mesh, loss, step, seed
         self._rows = batch_sharding(mesh)
         self._model = dataclasses.replace(model, remat=step.remat, activation_sharding=self._rows)
         self._temperature, self._anchor, self._publish_dtype = temperature, anchor, publish_dtype
         self._optimizer = optimizer.make()
         parameters = parameter_shardings(model.axes, model.shapes, mesh)
-        moments = optax.tree_utils.tree_map_params(self._optimizer, lambda _, sharding: sharding, jax.eval_shape(self._optimizer.init, model.shapes),
-                                                   parameters, transform_non_params=lambda _: replicated(mesh))
-        self.shardings = LearnerState(params=parameters, optimizer=moments)
         whole = replicated(mesh)
-        self._update = jax.jit(make_update(self._loss, self._optimizer, num_microbatches=step.microbatches, num_shards=num_batch_shards(mesh)),
-                               donate_argnums=0, out_shardings=(self.shardings, whole, whole, whole))
-        self._row_weights = jax.jit(functools.partial(row_weights, denominator=loss.denominator, constant=loss.denominator_constant),
-                                    out_shardings=self._rows)
+        moments = optax.tree_utils.tree_map_params(
+            self._optimizer, lambda _, sharding: sharding, jax.eval_shape(self._optimizer.init, model.shapes), parameters,
+            transform_non_params=lambda _: whole)
+        self.shardings = LearnerState(params=parameters, optimizer=moments)
+        update = make_update(self._loss, self._optimizer, num_microbatches=step.microbatches, num_shards=num_batch_shards(mesh))
+        self._update = jax.jit(update, donate_argnums=0, out_shardings=(self.shardings, whole, whole, whole))
+        weights = functools.partial(row_weights, denominator=loss.denominator, constant=loss.denominator_constant)
+        self._row_weights = jax.jit(weights, out_shardings=self._rows)
         self.published_shapes = published_shapes(model, mesh, publish_dtype)
         self._publish = jax.jit(functools.partial(publish_cast, precision=publish_dtype), out_shardings=parameters)
         self._start = jax.jit(self._fresh, out_shardings=self.shardings)
@@ -220,7 +226,8 @@ class Learner:
         losses, sums, norms = zip(*updates, strict=True)
         whole = {**finalize_metrics(functools.reduce(combine_metrics, sums)), "loss": sum(losses) / len(updates),
                  "gradient_norm": sum(norms) / len(updates)}
-        return StepMetrics(whole, [{**finalize_metrics(part), "loss": loss, "gradient_norm": norm} for loss, part, norm in updates])
+        each = [{**finalize_metrics(part), "loss": loss, "gradient_norm": norm} for loss, part, norm in updates]
+        return StepMetrics(whole, each)
 
     def state(self) -> dict:
         """Master weights and moments as numpy arrays in a fixed order, and the step count."""
@@ -238,7 +245,8 @@ class Learner:
         minibatch = jax.device_put(batch, self._rows)
         weights = self._row_weights(minibatch.loss_mask)
         versions = jax.device_put(np.zeros(len(batch.tokens), np.int32), self._rows)
-        (loss, _), gradients = jax.jit(jax.value_and_grad(self._loss, has_aux=True))(self.train_state.params, (minibatch, weights, versions))
+        gradient = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
+        (loss, _), gradients = gradient(self.train_state.params, (minibatch, weights, versions))
         return loss, gradients
 
     def _fresh(self, params: Params) -> LearnerState:
@@ -251,7 +259,8 @@ class Learner:
         logprobs, entropy = score(self._model, policy, batch.tokens, batch.valid, temperature=self._temperature)
         proximal = batch.proximal_logprobs
         if self._anchor is not None:
-            proximal = self._anchor(jax.lax.stop_gradient(logprobs), batch.sampler_logprobs, batch.policy_versions, versions[:, None])
+            proximal = self._anchor(jax.lax.stop_gradient(logprobs), batch.sampler_logprobs, batch.policy_versions,
+                                    versions[:, None])
         return decoupled_ppo_terms(logprobs, proximal, batch.sampler_logprobs, batch.advantages, batch.loss_mask, weights=weights,
                                    entropy=entropy, **self._loss_options.arguments)
 
@@ -259,7 +268,8 @@ class Learner:
 def check_batch_rows(rows: int, options: StepOptions, mesh: jax.sharding.Mesh) -> None:
     """Raises when a batch does not divide into minibatches, microbatches and devices."""
     parts = options.minibatches * options.microbatches
+    division = f"{options.minibatches} minibatches x {options.microbatches} microbatches"
     if rows % parts:
-        raise ValueError(f"a batch of {rows} rows does not divide into {options.minibatches} minibatches x {options.microbatches} microbatches; "
+        raise ValueError(f"a batch of {rows} rows does not divide into {division}; "
                          "change --groups-per-step, --group-size, --minibatches or --microbatches")
-    check_rows(f"a microbatch of the batch of {rows} (in {options.minibatches} minibatches x {options.microbatches} microbatches)", rows // parts, mesh)
+    check_rows(f"a microbatch of the batch of {rows} (in {division})", rows // parts, mesh)

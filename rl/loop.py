@@ -6,9 +6,9 @@
     train     one learner step of decoupled PPO
     publish   ring first, then sampler: rollouts under way go on under the new version
 
-This is the `lockstep` schedule: one thread, a stated number of decode steps per learner step, and so a chosen staleness; the run is
-a function of its configuration and seed, bit by bit. Asynchrony is real all the same: rollouts do not wait for the
-learner, they cross versions, and what is trained was sampled some versions ago.
+This is the `lockstep` schedule: one thread, a stated number of decode steps per learner step, and so a chosen staleness; the run
+is a function of its configuration and seed, bit by bit. Asynchrony is real all the same: rollouts do not wait for the learner,
+they cross versions, and what is trained was sampled some versions ago.
 """
 
 import dataclasses
@@ -139,8 +139,10 @@ class Loop:
         while (groups := admission.take(self.version)) is None:
             self._release(admission.discarded())
             if not self._roll(sampler.max_steps):
-                raise RuntimeError(f"learner step {self.step}: no rollout is running, none may start, and no batch is ready "
-                                   f"({admission.queued} groups queued, {self._options.groups_per_step} wanted); credit was lost")
+                raise RuntimeError(
+                    f"learner step {self.step}: no rollout is running, none may start, and no batch is ready "
+                    f"({admission.queued} groups queued, {self._options.groups_per_step} wanted); credit was lost"
+                )
         self._release(admission.discarded())
         return groups
 
@@ -173,20 +175,34 @@ class Loop:
         if rooms.source.exact:
             rooms.probe.check(anchored.trajectories)
         self._write_ledger(anchored)
-        facts = {"version": self.version, **batch_metrics(anchored.trajectories), **staleness_metrics(anchored.trajectories, self.version)}
+        facts = {
+            "version": self.version,
+            **batch_metrics(anchored.trajectories),
+            **staleness_metrics(anchored.trajectories, self.version),
+        }
         for trajectory in trajectories:
             rooms.ring.release(trajectory.versions)
         has_reward = np.asarray([trajectory.reward is not None for trajectory in trajectories])
-        advantages = group_advantages(np.asarray([trajectory.reward or 0.0 for trajectory in trajectories], np.float64),
-                                      np.asarray([trajectory.group_id for trajectory in trajectories]), has_reward,
-                                      estimator=self._options.advantages)
-        batch = make_batch(anchored.trajectories, proximal_logprobs=anchored.proximal_logprobs, advantages=advantages,
-                           num_rows=self._options.groups_per_step * self._options.group_size,
-                           length=bucket_length(max(map(len, trajectories)), self._lengths))
+        advantages = group_advantages(
+            np.asarray([trajectory.reward or 0.0 for trajectory in trajectories], np.float64),
+            np.asarray([trajectory.group_id for trajectory in trajectories]),
+            has_reward,
+            estimator=self._options.advantages,
+        )
+        batch = make_batch(
+            anchored.trajectories,
+            proximal_logprobs=anchored.proximal_logprobs,
+            advantages=advantages,
+            num_rows=self._options.groups_per_step * self._options.group_size,
+            length=bucket_length(max(map(len, trajectories)), self._lengths),
+        )
         return batch, facts
 
     def _write_ledger(self, anchored: Anchored) -> None:
-        scored = [ScoredTrajectory(trajectory, buckets) for trajectory, buckets in zip(anchored.trajectories, anchored.buckets, strict=True)]
+        scored = [
+            ScoredTrajectory(trajectory, buckets)
+            for trajectory, buckets in zip(anchored.trajectories, anchored.buckets, strict=True)
+        ]
         versions = {version for trajectory in anchored.trajectories for version in trajectory.versions}
         digests = {version: self._rooms.ring.digest(version) for version in sorted(versions)}
         self._rooms.ledger.record_step(self.step + 1, self.version, self._rooms.source.name.value, scored, digests)
@@ -194,8 +210,10 @@ class Loop:
     def _train(self, batch: Batch) -> dict:
         metrics = jax.device_get(self._rooms.learner.step(batch, version=self.version).step)
         if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["gradient_norm"]):
-            raise NonFiniteLoss(f"learner step {self.step}: loss {metrics['loss']}, gradient norm {metrics['gradient_norm']}; "
-                                "lower --learning-rate, or look at the rewards of this step's trajectories in ledger/")
+            raise NonFiniteLoss(
+                f"learner step {self.step}: loss {metrics['loss']}, gradient norm {metrics['gradient_norm']}; "
+                "lower --learning-rate, or look at the rewards of this step's trajectories in ledger/"
+            )
         return {name: float(value) for name, value in metrics.items()}
 
     # --- publish ---
@@ -253,9 +271,15 @@ class Loop:
 
     def _record(self, facts: dict) -> dict:
         rooms = self._rooms
-        row = {**facts, **self._counts, **rooms.admission.metrics(),
-               "exactness_error_max": rooms.probe.max_error, "ring_versions": len(rooms.ring.versions), "ring_bytes": rooms.ring.nbytes,
-               **{f"seconds_{name}": seconds for name, seconds in self._seconds.items()}}
+        row = {
+            **facts,
+            **self._counts,
+            **rooms.admission.metrics(),
+            "exactness_error_max": rooms.probe.max_error,
+            "ring_versions": len(rooms.ring.versions),
+            "ring_bytes": rooms.ring.nbytes,
+            **{f"seconds_{name}": seconds for name, seconds in self._seconds.items()},
+        }
         self._record_snapshots(rooms.ring.persisted[:-1])
         self._counts["tokens_generated"] = 0
         self._seconds = dict.fromkeys(self._seconds, 0.0)
@@ -263,7 +287,7 @@ class Loop:
         return {"step": self.step, **row}
 
     def _record_snapshots(self, versions: tuple[int, ...]) -> None:
-        """Gives complete snapshots their ledger rows. The newest waits for the next, not for the clock: the ledger must not depend on it."""
+        """Gives complete snapshots their rows. The newest waits for the next, so that no row depends on how fast a disk is."""
         for version in versions:
             if version not in self._rooms.ledger.snapshots:
                 self._rooms.ledger.record_snapshot(version, self._rooms.store.digest(version), self._rooms.store.files(version))
@@ -273,9 +297,16 @@ class Loop:
     def state(self) -> dict:
         """The whole run as plain arrays and JSON values."""
         rooms = self._rooms
-        return {"step": self.step, "version": self.version, "next_group": self._next_group, "counts": dict(self._counts),
-                **{name: room.state() for name, room in self._stateful().items()}, "ring": rooms.ring.state(),
-                "rollouts": rooms.rollouts.state(), "sampler": rooms.sampler.state()}
+        return {
+            "step": self.step,
+            "version": self.version,
+            "next_group": self._next_group,
+            "counts": dict(self._counts),
+            **{name: room.state() for name, room in self._stateful().items()},
+            "ring": rooms.ring.state(),
+            "rollouts": rooms.rollouts.state(),
+            "sampler": rooms.sampler.state(),
+        }
 
     def restore(self, state: dict) -> None:
         """Takes a `state` back into rooms built from the same configuration."""
@@ -293,8 +324,13 @@ class Loop:
     def _stateful(self) -> dict:
         """The rooms that need nothing but their own state."""
         rooms = self._rooms
-        return {"learner": rooms.learner, "admission": rooms.admission, "probe": rooms.probe,
-                "ledger": rooms.ledger, "metrics": rooms.metrics}
+        return {
+            "learner": rooms.learner,
+            "admission": rooms.admission,
+            "probe": rooms.probe,
+            "ledger": rooms.ledger,
+            "metrics": rooms.metrics,
+        }
 
 
 def instance_seed(seed: int, group_id: int) -> int:
@@ -305,9 +341,13 @@ def instance_seed(seed: int, group_id: int) -> int:
 def batch_metrics(trajectories: list[Trajectory]) -> dict:
     """What a batch's trajectories say of themselves; engine numerics, in nats, where old logprobs are known."""
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-    facts = {"reward_mean": float(np.mean(rewards)), "success_mean": float(np.mean([trajectory.success for trajectory in trajectories])),
-             "trajectories": len(trajectories), "trajectory_tokens_mean": float(np.mean([len(trajectory) for trajectory in trajectories])),
-             "tokens_trained": int(sum(trajectory.loss_mask.sum() for trajectory in trajectories))}
+    facts = {
+        "reward_mean": float(np.mean(rewards)),
+        "success_mean": float(np.mean([trajectory.success for trajectory in trajectories])),
+        "trajectories": len(trajectories),
+        "trajectory_tokens_mean": float(np.mean([len(trajectory) for trajectory in trajectories])),
+        "tokens_trained": int(sum(trajectory.loss_mask.sum() for trajectory in trajectories)),
+    }
     if all(trajectory.old_logprobs is not None for trajectory in trajectories):
         differences = np.concatenate([np.abs(t.old_logprobs - t.sampler_logprobs)[t.loss_mask] for t in trajectories])
         if len(differences):

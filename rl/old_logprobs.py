@@ -1,8 +1,8 @@
 """Where proximal logprobs come from: the one switch between knowing the old logits and making do without them.
 
-Two kinds of source share one interface. A source that acts *before* the step turns trajectories into arrays; one that acts *inside* the
-step is a function of the current logprobs, the sampler's, and the versions, which the learner calls in its loss. Only an
-exact source fills `Trajectory.old_logprobs`: an approximation is an anchor, never "old".
+Two kinds of source share one interface. A source that acts *before* the step turns trajectories into arrays; one that acts
+*inside* the step is a function of the current logprobs, the sampler's, and the versions, which the learner calls in its loss.
+Only an exact source fills `Trajectory.old_logprobs`: an approximation is an anchor, never "old".
 """
 
 import abc
@@ -34,7 +34,9 @@ class Anchored:
 
     trajectories: list[Trajectory]
     proximal_logprobs: list[np.ndarray]  # float32 [T] each
-    buckets: list[dict[int, Bucket]]  # for each trajectory, the bucket that each of its versions was scored in; empty unless exact
+    buckets: list[
+        dict[int, Bucket]
+    ]  # for each trajectory, the bucket that each of its versions was scored in; empty unless exact
 
 
 class OldLogprobSource(abc.ABC):
@@ -56,7 +58,7 @@ class OldLogprobSource(abc.ABC):
 
 
 class SnapshotSource(OldLogprobSource):
-    """Exact. For each version in the batch, newest first: fetch it, score the rows that hold it up to their last token of it, stitch."""
+    """Exact. Each version in the batch, newest first, scores the rows that hold it, up to their last token of it."""
 
     name = SourceName.SNAPSHOT
     exact = True
@@ -71,11 +73,17 @@ class SnapshotSource(OldLogprobSource):
         versions = sorted({version for trajectory in trajectories for version in trajectory.versions}, reverse=True)
         for version in versions:
             holders = [index for index, trajectory in enumerate(trajectories) if version in trajectory.versions]
-            for index, scored in zip(holders, score_version(self._scorer, self._ring.get(version), version, [trajectories[i] for i in holders]), strict=True):
+            for index, scored in zip(
+                holders,
+                score_version(self._scorer, self._ring.get(version), version, [trajectories[i] for i in holders]),
+                strict=True,
+            ):
                 is_version = trajectories[index].policy_versions == version
                 old_logprobs[index][is_version] = scored.logprobs
                 buckets[index][version] = scored.bucket
-        anchored = [dataclasses.replace(trajectory, old_logprobs=row) for trajectory, row in zip(trajectories, old_logprobs, strict=True)]
+        anchored = [
+            dataclasses.replace(trajectory, old_logprobs=row) for trajectory, row in zip(trajectories, old_logprobs, strict=True)
+        ]
         return Anchored(anchored, old_logprobs, buckets)
 
 
@@ -108,12 +116,16 @@ class RecomputeSource(OldLogprobSource):
 
     def anchor(self, trajectories: Sequence[Trajectory], params: Params) -> Anchored:
         scores = self._scorer.score(params, [trajectory.tokens for trajectory in trajectories])
-        rows = [np.where(trajectory.policy_versions == NO_POLICY, np.float32(np.nan), row.logprobs)
-                for trajectory, row in zip(trajectories, scores, strict=True)]
+        rows = [
+            np.where(trajectory.policy_versions == NO_POLICY, np.float32(np.nan), row.logprobs)
+            for trajectory, row in zip(trajectories, scores, strict=True)
+        ]
         return Anchored(list(trajectories), rows, [{} for _ in trajectories])
 
 
-def _sampler_anchor(logprobs: jax.Array, sampler_logprobs: jax.Array, policy_versions: jax.Array, learner_version: jax.Array) -> jax.Array:
+def _sampler_anchor(
+    logprobs: jax.Array, sampler_logprobs: jax.Array, policy_versions: jax.Array, learner_version: jax.Array
+) -> jax.Array:
     del logprobs, policy_versions, learner_version
     return sampler_logprobs
 
@@ -126,7 +138,9 @@ class SamplerSource(OldLogprobSource):
 
     def anchor(self, trajectories: Sequence[Trajectory], params: Params) -> Anchored:
         del params
-        return Anchored(list(trajectories), [trajectory.sampler_logprobs for trajectory in trajectories], [{} for _ in trajectories])
+        return Anchored(
+            list(trajectories), [trajectory.sampler_logprobs for trajectory in trajectories], [{} for _ in trajectories]
+        )
 
 
 def make_source(name: SourceName, *, ring: SnapshotRing, scorer: Scorer) -> OldLogprobSource:

@@ -1,4 +1,4 @@
-"""The one way to an undifferentiated training-side logprob: `score`, compiled once per bucket, a small fixed number of rows at a time.
+"""The one way to an undifferentiated training-side logprob: `score`, compiled once per bucket for a small fixed number of rows.
 
 A bucket is (rows in a call, padded length). For the same parameters, bucket, mesh, sharding and types the same tokens get bitwise
 the same logprobs, whatever the other rows and the padding hold, in another process too. That is what makes a replay exact,
@@ -6,6 +6,7 @@ and why nothing is ever scored in a program that also does something else, such 
 `self_test` establishes how much of this holds on the platform at hand.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -38,13 +39,15 @@ class Scorer:
 
     Args:
       model: the decoder's structure.
-      mesh: parameters are sharded over it as the learner shards them, rows over data and fsdp.
+      mesh: parameters are sharded over it as the learner shards them, rows over data and fsdp; as in the learner, weights are
+        gathered to the rows.
       rows_per_device: rows in a call, for each device that holds rows.
       lengths: the length buckets.
       temperature: that of sampling.
     """
 
-    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, rows_per_device: int, lengths: tuple[int, ...], temperature: float):
+    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, rows_per_device: int, lengths: tuple[int, ...],
+                 temperature: float):
         if rows_per_device < 1:
             raise ValueError(f"the scorer takes {rows_per_device} rows a device, wanted at least 1; change --score-rows")
         self.rows = rows_per_device * num_batch_shards(mesh)
@@ -52,6 +55,7 @@ class Scorer:
         self._row_sharding = batch_sharding(mesh)
         self._parameter_shardings = parameter_shardings(model.axes, model.shapes, mesh)
         self._vocab_size = model.config.vocab_size
+        model = dataclasses.replace(model, activation_sharding=self._row_sharding)
         self._program = functools.partial(score, model, temperature=temperature)
         self._score = self._compile()
         self.num_scored_tokens = 0
@@ -93,13 +97,15 @@ class Scorer:
         differences = {"permuted_rows_max_error": float(np.abs(permuted - first[order]).max()),
                        "recompiled_max_error": float(np.abs(recompiled - first).max())}
         device = self._row_sharding.mesh.devices.flat[0]
-        return {"replay": "bitwise" if not any(differences.values()) else "approximate", **differences, "platform": device.platform,
-                "device_kind": device.device_kind, "num_devices": self._row_sharding.mesh.size, "rows": self.rows, "length": length}
+        return {"replay": "bitwise" if not any(differences.values()) else "approximate", **differences,
+                "platform": device.platform, "device_kind": device.device_kind, "num_devices": self._row_sharding.mesh.size,
+                "rows": self.rows, "length": length}
 
     def _compile(self):
         # A fresh function object: jit shares compilations between equal ones.
+        rows = self._row_sharding
         return jax.jit(lambda params, tokens, valid: self._program(params, tokens, valid).logprobs,
-                       in_shardings=(self._parameter_shardings, self._row_sharding, self._row_sharding), out_shardings=self._row_sharding)
+                       in_shardings=(self._parameter_shardings, rows, rows), out_shardings=rows)
 
     def _dispatch(self, program, params: Params, rows: Sequence[np.ndarray], length: int, fill: int = 0) -> jax.Array:
         tokens = pad_rows(rows, length, fill=fill, num_rows=self.rows)

@@ -65,12 +65,13 @@ class Trajectory:
         if length and self.loss_mask[0]:
             raise ValueError(f"trajectory {self.request_id}: token 0 has no context and cannot be trained; give a prompt")
         if np.any(self.loss_mask & (self.policy_versions < 0)):
-            raise ValueError(f"trajectory {self.request_id}: a trained token has no policy version; mask it or record its version")
+            raise ValueError(f"trajectory {self.request_id}: a trained token has no policy version; mask it or record one")
         if not np.all(np.isfinite(self.sampler_logprobs[self.loss_mask])):
             raise ValueError(f"trajectory {self.request_id}: a trained token has no finite sampler logprob; "
                              "the engine must report the logprob of every token it samples")
         if self.reward is not None and not math.isfinite(self.reward):
-            raise ValueError(f"trajectory {self.request_id}: reward is {self.reward}, wanted a finite number; check the environment")
+            raise ValueError(f"trajectory {self.request_id}: reward is {self.reward}, wanted a finite number; "
+                             "check the environment")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -82,7 +83,9 @@ class Trajectory:
             return []
         starts = np.flatnonzero(np.diff(self.policy_versions, prepend=self.policy_versions[0] - 1))
         stops = np.append(starts[1:], len(self.tokens))
-        return [Segment(int(start), int(stop), int(self.policy_versions[start])) for start, stop in zip(starts, stops)]
+        return [
+            Segment(int(start), int(stop), int(self.policy_versions[start])) for start, stop in zip(starts, stops, strict=True)
+        ]
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -23,8 +23,17 @@ def tiny_config(**changes) -> Config:
     from then on each learner step comes with one decode step, and a trajectory has five versions.
     """
     config = Config(
-        model=ModelConfig(vocab_size=ByteTokenizer.vocab_size, vocab_multiple=8, num_layers=1, d_model=16, d_ff=32, num_heads=2, num_kv_heads=2,
-                          head_dim=8, max_length=MAX_LENGTH),
+        model=ModelConfig(
+            vocab_size=ByteTokenizer.vocab_size,
+            vocab_multiple=8,
+            num_layers=1,
+            d_model=16,
+            d_ff=32,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=8,
+            max_length=MAX_LENGTH,
+        ),
         frozen_lake=FrozenLakeOptions(max_turns=MAX_TURNS),
         warm_start=WarmStartOptions(updates=0),
         optimizer=OptimizerOptions(learning_rate=3e-3),
@@ -33,7 +42,9 @@ def tiny_config(**changes) -> Config:
         loop=LoopOptions(groups_per_step=4, group_size=2, max_staleness=4, decode_steps=1),
         sampler=SamplerOptions(slots=40, decode_steps_per_call=1, refill_rows=8),
         snapshots=SnapshotOptions(ring_capacity=8, persist_every=2, score_rows=1, publish_dtype=Precision.FLOAT32),
-        evaluation_episodes=8, steps=8)
+        evaluation_episodes=8,
+        steps=8,
+    )
     return dataclasses.replace(config, **changes)
 
 

@@ -8,6 +8,7 @@ Hardware: two CPU cores.
 from launch.config import Config, SamplerOptions, SnapshotOptions
 from models.config import ModelConfig, Precision
 from models.tokenizer import ByteTokenizer
+from rl.environments import FrozenLakeOptions
 from rl.learner import LossOptions, OptimizerOptions, StepOptions
 from rl.loop import LoopOptions
 from rl.warmstart import WarmStartOptions
@@ -15,14 +16,25 @@ from rl.warmstart import WarmStartOptions
 
 def config() -> Config:
     return Config(
-        model=ModelConfig(vocab_size=ByteTokenizer.vocab_size, vocab_multiple=8, num_layers=2, d_model=64, d_ff=160, num_heads=4,
-                          num_kv_heads=4, head_dim=16, max_length=88),
-        warm_start=WarmStartOptions(episodes=2_000, updates=80, rows=64, microbatches=4, learning_rate=5e-3),
-        optimizer=OptimizerOptions(learning_rate=7e-4, decay_updates=120, final_rate_fraction=0.1, adam_b2=0.99),
+        model=ModelConfig(
+            vocab_size=ByteTokenizer.vocab_size,
+            vocab_multiple=8,
+            num_layers=2,
+            d_model=64,
+            d_ff=160,
+            num_heads=4,
+            num_kv_heads=4,
+            head_dim=16,
+            max_length=88,
+        ),
+        frozen_lake=FrozenLakeOptions(expert_noise=0.05),
+        warm_start=WarmStartOptions(episodes=2_000, updates=160, rows=32, microbatches=2, learning_rate=5e-3),
+        optimizer=OptimizerOptions(learning_rate=1e-3, decay_updates=128, final_rate_fraction=0.1),
         loss=LossOptions(entropy_coefficient=0.003),
         step=StepOptions(minibatches=2, microbatches=2),
         loop=LoopOptions(groups_per_step=8, group_size=8, max_staleness=4, decode_steps=3),
         sampler=SamplerOptions(slots=128, decode_steps_per_call=1, refill_rows=16),
         snapshots=SnapshotOptions(ring_capacity=8, persist_every=4, score_rows=32, publish_dtype=Precision.FLOAT32),
         length_buckets=2,
-        steps=60)
+        steps=64,
+    )

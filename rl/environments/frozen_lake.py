@@ -11,8 +11,8 @@ The goal gives reward 1, a hole ends the episode with 0. Any other byte than `LD
 rule that looks at the last observation only walks in circles on many maps, so the history in the context matters.
 
 The scripted expert is cautious and homesick: it has learned the alphabet and not to fall, but it is a little fonder of the moves
-that lead back to the start, so it rarely arrives, and whoever takes its likeliest move never does. It leaves to reinforcement learning
-what there is to learn.
+that lead back to the start, so it rarely arrives, and whoever takes its likeliest move never does. It leaves to reinforcement
+learning what there is to learn.
 """
 
 import dataclasses
@@ -51,7 +51,8 @@ class FrozenLakeOptions:
     expert_homesickness: float = 1.2  # how many times as likely it goes left or up as down or right
 
     def __post_init__(self):
-        ranges = {"size": (4, 8), "frozen_probability": (0.5, 0.9), "max_turns": (1, 1024), "expert_noise": (0, 1), "expert_homesickness": (0.1, 10)}
+        ranges = {"size": (4, 8), "frozen_probability": (0.5, 0.9), "max_turns": (1, 1024), "expert_noise": (0, 1),
+                  "expert_homesickness": (0.1, 10)}
         for name, (low, high) in ranges.items():
             value = self.__dict__[name]
             if not low <= value <= high:
@@ -128,7 +129,7 @@ class FrozenLake(base.Environment):
         return base.Step("" if done else self._observation(), float(reward), done, success=reward > 0)
 
     def _expert_action(self, rng: np.random.Generator) -> str:
-        """One of the moves that do not fall, into the wall included, the homeward ones preferred; at times blindly one of all four."""
+        """One of the moves that do not fall, into the wall included, the homeward ones preferred; at times blindly any move."""
         if rng.random() < self.options.expert_noise:
             return str(rng.choice(list(ACTIONS)))
         # On a map with a way to the goal, the cell one came from is no hole, so there is always a safe move.

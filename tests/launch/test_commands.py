@@ -1,4 +1,4 @@
-"""The commands as a user meets them: one small run trained, audited, evaluated, tampered with; and what is refused, in which words."""
+"""The commands as a user meets them: a small run is trained, audited, evaluated, tampered with; and what is refused."""
 
 import json
 import pathlib
@@ -12,11 +12,52 @@ import pytest
 from launch import audit, evaluate, train
 from rl.ledger import ROWS
 
-TINY = ["--model.num-layers", "1", "--model.d-model", "16", "--model.d-ff", "32", "--model.num-heads", "2", "--model.num-kv-heads", "2",
-        "--model.head-dim", "8", "--model.max-length", "40", "--frozen-lake.max-turns", "5", "--warm-start.updates", "2", "--warm-start.rows", "8",
-        "--warm-start.microbatches", "1", "--warm-start.episodes", "8", "--groups-per-step", "4", "--group-size", "2", "--slots", "40",
-        "--decode-steps", "1", "--score-rows", "2", "--microbatches", "1", "--length-buckets", "1", "--evaluation-episodes", "16",
-        "--persist-every", "2", "--steps", "8"]
+TINY = [
+    "--model.num-layers",
+    "1",
+    "--model.d-model",
+    "16",
+    "--model.d-ff",
+    "32",
+    "--model.num-heads",
+    "2",
+    "--model.num-kv-heads",
+    "2",
+    "--model.head-dim",
+    "8",
+    "--model.max-length",
+    "40",
+    "--frozen-lake.max-turns",
+    "5",
+    "--warm-start.updates",
+    "2",
+    "--warm-start.rows",
+    "8",
+    "--warm-start.microbatches",
+    "1",
+    "--warm-start.episodes",
+    "8",
+    "--groups-per-step",
+    "4",
+    "--group-size",
+    "2",
+    "--slots",
+    "40",
+    "--decode-steps",
+    "1",
+    "--score-rows",
+    "2",
+    "--microbatches",
+    "1",
+    "--length-buckets",
+    "1",
+    "--evaluation-episodes",
+    "16",
+    "--persist-every",
+    "2",
+    "--steps",
+    "8",
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +86,31 @@ def test_a_run_leaves_what_it_promises(run_dir):
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["version"] for row in rows] == list(range(8))
-    for name in ("reward_mean", "loss", "staleness_min", "staleness_mean", "staleness_max", "versions_per_trajectory_mean",
-                 "versions_per_trajectory_max", "clip_fraction", "discrepancy_masked_fraction", "active_fraction", "discrepancy_kl", "staleness_kl",
-                 "engine_numerics", "dropped_stale", "skipped_publishes", "ring_versions", "ring_bytes", "seconds_rollout", "seconds_replay",
-                 "seconds_train", "seconds_publish", "tokens_generated", "tokens_trained"):
+    for name in (
+        "reward_mean",
+        "loss",
+        "staleness_min",
+        "staleness_mean",
+        "staleness_max",
+        "versions_per_trajectory_mean",
+        "versions_per_trajectory_max",
+        "clip_fraction",
+        "discrepancy_masked_fraction",
+        "active_fraction",
+        "discrepancy_kl",
+        "staleness_kl",
+        "engine_numerics",
+        "dropped_stale",
+        "skipped_publishes",
+        "ring_versions",
+        "ring_bytes",
+        "seconds_rollout",
+        "seconds_replay",
+        "seconds_train",
+        "seconds_publish",
+        "tokens_generated",
+        "tokens_trained",
+    ):
         assert name in rows[-1]
     config = json.loads((run_dir / "config.json").read_text())
     assert config["versions"]["jax"]
@@ -60,7 +122,9 @@ def test_every_room_numbers_steps_and_versions_alike(run_dir):
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in map(json.loads, (run_dir / "ledger" / ROWS).read_text().splitlines()) if row["kind"] == "step"]
     assert [(row["step"], row["learner_version"]) for row in steps] == [(row["step"], row["version"]) for row in rows]
-    assert sorted(path.name for path in (run_dir / "snapshots").iterdir()) == [f"version-{version:06d}" for version in (0, 2, 4, 6, 8)]
+    assert sorted(path.name for path in (run_dir / "snapshots").iterdir()) == [
+        f"version-{version:06d}" for version in (0, 2, 4, 6, 8)
+    ]
 
 
 def test_the_audit_passes_and_scores_again(run_dir, capsys):
@@ -71,7 +135,9 @@ def test_the_audit_passes_and_scores_again(run_dir, capsys):
 
 
 def test_the_audit_passes_in_another_process(run_dir):
-    done = subprocess.run([sys.executable, "-m", "launch.audit", str(run_dir), "--replay", "20"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.audit", str(run_dir), "--replay", "20"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -98,7 +164,10 @@ def test_an_altered_token_fails_the_audit(copy, capsys):
 
 
 def test_an_altered_snapshot_byte_fails_the_audit(copy, capsys):
-    path = max((path for path in (copy / "snapshots" / "version-000004").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    path = max(
+        (path for path in (copy / "snapshots" / "version-000004").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -121,20 +190,23 @@ def test_evaluate_takes_top_p_and_names_missing_versions(run_dir, capsys):
     assert "0, 2, 4, 6, 8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    (["nosuch"], ["nosuch", "quickstart"]),
-    (["--top-p", "0.9"], ["--top-p", "0.9", "1"]),
-    (["--ring-capacity", "4", "--max-staleness", "4"], ["4", "5", "--ring-capacity"]),
-    (["--fsdp", "8", "--groups-per-step", "3"], ["24", "8"]),
-    (["--minibatches", "7"], ["64", "7"]),
-    (["--fsdp", "16"], ["16", "8"]),
-    (["--tensor", "8"], ["8", "kv_heads"]),
-    (["--model.max-length", "80"], ["80", "85"]),
-    (["--group-size", "1"], ["1", "2"]),
-    (["--model.vocab-size", "200"], ["200", "259"]),
-    (["--steps", "0"], ["--steps", "0"]),
-    (["--temperature", "0"], ["temperature", "0"]),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["nosuch"], ["nosuch", "quickstart"]),
+        (["--top-p", "0.9"], ["--top-p", "0.9", "1"]),
+        (["--ring-capacity", "4", "--max-staleness", "4"], ["4", "5", "--ring-capacity"]),
+        (["--fsdp", "8", "--groups-per-step", "3"], ["24", "8"]),
+        (["--minibatches", "7"], ["64", "7"]),
+        (["--fsdp", "16"], ["16", "8"]),
+        (["--tensor", "8"], ["8", "kv_heads"]),
+        (["--model.max-length", "80"], ["80", "85"]),
+        (["--group-size", "1"], ["1", "2"]),
+        (["--model.vocab-size", "200"], ["200", "259"]),
+        (["--steps", "0"], ["--steps", "0"]),
+        (["--temperature", "0"], ["temperature", "0"]),
+    ],
+)
 def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, capsys, options, words):
     directory = tmp_path / "refused"
     assert train.main([*options, "--run-dir", str(directory)]) == 2

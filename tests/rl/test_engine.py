@@ -131,13 +131,15 @@ def test_the_contract_alone_samples_a_request(engine, policy, params):
 
 def test_jetstream_detokenizes_what_generate_returns(engine, policy, params):
     tokenizer = engine.build_tokenizer(engine.get_tokenizer())
-    state = fill(engine, policy, {1: (PROMPTS[2], {"request_id": 4, "remaining": 3})})
-    pieces, complete = [], np.zeros(1, bool)
-    while not complete.all():
-        state, result = engine.generate(policy, state)
-        samples, complete = token_utils.process_result_tokens(tokenizer, 1, 3, result.convert_to_numpy(), complete)
-        pieces.extend(samples[0].token_ids)
-    assert pieces == reference(params, PROMPTS[2], 4, 3)[0]
+    state = engine.init_decode_state()
+    for request_id in (4, 6):  # one after another in one slot; JetStream, not the engine, ends them after three tokens
+        state = fill(engine, policy, {1: (PROMPTS[2], {"request_id": request_id})}, state)
+        pieces, complete = [], np.zeros(1, bool)
+        while not complete.all():
+            state, result = engine.generate(policy, state)
+            samples, complete = token_utils.process_result_tokens(tokenizer, 1, 3, result.convert_to_numpy(), complete)
+            pieces.extend(samples[0].token_ids)
+        assert pieces == reference(params, PROMPTS[2], request_id, 3)[0]
 
 
 def test_the_tokenizer_pads_as_jetstream_asks(engine):
@@ -162,15 +164,14 @@ def test_generate_is_one_step_of_decode(engine, policy):
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize("cut", [1, 4, 11])
-def test_an_existing_prefix_goes_on_as_if_prefilled_at_once(engine, policy, params, cut):
-    prompt, facts = PROMPTS[2], {"request_id": 8}
+@pytest.mark.parametrize(("prompt", "cut"), [(PROMPTS[2], 1), (PROMPTS[2], 11), (np.arange(20), 4), (np.arange(20), WIDTH)])
+def test_an_existing_prefix_goes_on_as_if_prefilled_at_once(engine, policy, params, prompt, cut):
     begun = prefill(engine, policy, prompt[:cut])
-    prefix = prefill(engine, policy, prompt[cut:], existing_prefix=begun, **facts)
-    state = engine.insert(prefix, engine.init_decode_state(), 0)
-    _, taken = decode(engine, policy, fill(engine, policy, {1: (prompt, facts)}, state), [8, 8])
-    assert taken[0][0] == taken[1][0] == reference(params, prompt, 8, 16)[0]
-    np.testing.assert_allclose(taken[0][1], taken[1][1], atol=1e-5)
+    prefix = prefill(engine, policy, prompt[cut:], existing_prefix=begun, request_id=8)
+    _, taken = decode(engine, policy, engine.insert(prefix, engine.init_decode_state(), 0), [8, 2])
+    tokens, logprobs = reference(params, prompt, 8, 10)
+    assert taken[0][0] == tokens
+    np.testing.assert_allclose(taken[0][1], logprobs, atol=1e-5)
 
 
 def test_a_prefix_may_be_extended_twice_and_the_first_stays_whole(engine, policy, params):

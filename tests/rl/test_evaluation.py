@@ -18,7 +18,8 @@ from rl.sampler import Request, SampledTokens, Sampler, Swap
 
 MODEL = Model(ModelConfig(vocab_size=259, num_layers=1, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8,
                           max_length=32))
-MAKE = functools.partial(make, EnvironmentName.FROZEN_LAKE, Split.HELD_OUT, FrozenLakeOptions(max_turns=3))
+LAKE = FrozenLakeOptions(max_turns=3, frozen_probability=0.5)  # many holes, so that episodes end early
+MAKE = functools.partial(make, EnvironmentName.FROZEN_LAKE, Split.HELD_OUT, LAKE)
 EPISODES = 11
 
 
@@ -33,16 +34,16 @@ def params_of(seed):
     rng = np.random.default_rng(seed)
     params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(scale=0.3, size=leaf.shape), jnp.float32), MODEL.shapes)
     moves = ByteTokenizer().encode("LDRU")
-    return {**params, "embedding": params["embedding"].at[moves].multiply(6.0)}
+    return {**params, "embedding": params["embedding"].at[moves].multiply(20.0)}
 
 
-def make_sampler(engine, seed=0, version=4):
+def make_sampler(engine, seed=4, version=4):
     sampler = Sampler(engine, lengths=(32,), refill_rows=2, swap=Swap.REPREFILL)
     sampler.publish(version, params_of(seed))
     return sampler
 
 
-def run(engine, *, greedy, seed=0, version=4):
+def run(engine, *, greedy, seed=4, version=4):
     return evaluate(make_sampler(engine, seed, version), MAKE, num_episodes=EPISODES, greedy=greedy, max_length=32)
 
 
@@ -71,7 +72,7 @@ def test_greedy_is_the_same_again_whatever_the_version_and_the_noise(engine):
     sampled = run(engine, greedy=False)
     assert told(sampled) == told(run(engine, greedy=False))  # the noise is of the request ids, which are the same
     assert told(first) != told(sampled)
-    assert told(first) != told(run(engine, greedy=True, seed=1))
+    assert told(first) != told(run(engine, greedy=True, seed=5))
 
 
 def test_a_sampler_may_evaluate_again(engine):

@@ -38,11 +38,20 @@ def assert_same_weights(first, second) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize(("devices", "precision"), [
-    ((1, 1, 1), Precision.FLOAT32), ((1, 1, 1), Precision.BFLOAT16), ((1, 8, 1), Precision.FLOAT32), ((2, 2, 2), Precision.BFLOAT16)])
+@pytest.mark.parametrize(
+    ("devices", "precision"),
+    [
+        ((1, 1, 1), Precision.FLOAT32),
+        ((1, 1, 1), Precision.BFLOAT16),
+        ((1, 8, 1), Precision.FLOAT32),
+        ((2, 2, 2), Precision.BFLOAT16),
+    ],
+)
 def test_ring_replay_is_bitwise_what_was_scored_live(tmp_path, devices, precision):
     config = tiny_config()
-    config = dataclasses.replace(config, snapshots=dataclasses.replace(config.snapshots, publish_dtype=precision), step=StepOptions())
+    config = dataclasses.replace(
+        config, snapshots=dataclasses.replace(config.snapshots, publish_dtype=precision), step=StepOptions()
+    )
     loop = tiny_loop(tmp_path, config, devices=devices)
     loop.run(8)
     assert loop.probe.num_compared > 20
@@ -54,8 +63,11 @@ def test_ring_replay_is_bitwise_what_was_scored_live(tmp_path, devices, precisio
 
 def test_bfloat16_compute_replays_bitwise(tmp_path):
     config = tiny_config()
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype=Precision.BFLOAT16),
-                                 snapshots=dataclasses.replace(config.snapshots, publish_dtype=Precision.BFLOAT16))
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, compute_dtype=Precision.BFLOAT16),
+        snapshots=dataclasses.replace(config.snapshots, publish_dtype=Precision.BFLOAT16),
+    )
     loop = tiny_loop(tmp_path, config)
     loop.run(7)
     assert loop.probe.num_compared > 20
@@ -67,7 +79,9 @@ def test_a_damaged_snapshot_would_be_noticed(tmp_path):
     loop = tiny_loop(tmp_path)
     loop.run(1)
     get = loop._rooms.ring.get
-    loop._rooms.source._ring = type("Perturbed", (), {"get": lambda self, version: jax.tree.map(lambda leaf: leaf * 1.001, get(version))})()
+    loop._rooms.source._ring = type(
+        "Perturbed", (), {"get": lambda self, version: jax.tree.map(lambda leaf: leaf * 1.001, get(version))}
+    )()
     loop.run(7)
     assert loop.probe.max_error > 1e-6
 
@@ -133,7 +147,9 @@ def test_anchors_of_older_versions_clip_from_the_first_minibatch_on(tmp_path):
 
 def test_without_lag_the_loop_is_plain_synchronous_training(tmp_path):
     config = tiny_config()
-    config = dataclasses.replace(config, step=StepOptions(), loop=LoopOptions(groups_per_step=4, group_size=2, max_staleness=0, decode_steps=1))
+    config = dataclasses.replace(
+        config, step=StepOptions(), loop=LoopOptions(groups_per_step=4, group_size=2, max_staleness=0, decode_steps=1)
+    )
     loop = tiny_loop(tmp_path, config)
     loop.run(3)
     reference = synchronous_reference(config, num_steps=3)
@@ -142,7 +158,7 @@ def test_without_lag_the_loop_is_plain_synchronous_training(tmp_path):
 
 
 def synchronous_reference(config, *, num_steps: int):
-    """Samples a batch token by token with the whole context, scores it, takes one gradient step; nothing shared but the mathematics."""
+    """Samples token by token with the whole context, scores, takes one gradient step: only the mathematics is shared."""
     foundation = Foundation.of(config)
     model, params = foundation.model, foundation.initial_params()
     optimizer = config.optimizer.make()
@@ -157,9 +173,11 @@ def synchronous_reference(config, *, num_steps: int):
         mask, logprobs, reward = [False] * len(tokens), [0.0] * len(tokens), 0.0
         while True:
             padded = np.zeros((1, MAX_LENGTH), np.int32)
-            padded[0, :len(tokens)] = tokens
+            padded[0, : len(tokens)] = tokens
             log_probabilities = jax.nn.log_softmax(logits_of(params, padded)[0, len(tokens) - 1])
-            noise = jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, request_id), len(tokens)), log_probabilities.shape)
+            noise = jax.random.gumbel(
+                jax.random.fold_in(jax.random.fold_in(key, request_id), len(tokens)), log_probabilities.shape
+            )
             token = int(jnp.argmax(log_probabilities + noise))
             tokens, mask, logprobs = [*tokens, token], [*mask, True], [*logprobs, float(log_probabilities[token])]
             step = environment.step(ByteTokenizer().decode(np.asarray([token])))
@@ -172,23 +190,31 @@ def synchronous_reference(config, *, num_steps: int):
     def pad(rows, dtype):
         return np.asarray([list(row) + [0] * (MAX_LENGTH - len(row)) for row in rows], dtype)
 
+    def loss(params, tokens, valid, mask, sampler, proximal, advantages):
+        logprobs, entropy = score(model, params, tokens, valid, temperature=1.0)
+        arguments = config.loss.arguments
+        return decoupled_ppo_loss(logprobs, proximal, sampler, advantages, mask, entropy=entropy, **arguments)[0]
+
     groups, size = config.loop.groups_per_step, config.loop.group_size
     for step in range(num_steps):
         group_ids = [step * groups + group for group in range(groups) for _ in range(size)]
         played = [play(params, step * groups * size + index, group_id) for index, group_id in enumerate(group_ids)]
-        tokens, mask, sampler = (pad(column, dtype) for column, dtype in zip(list(zip(*played, strict=True))[:3], (np.int32, bool, np.float32), strict=True))
+        tokens, mask, sampler = (
+            pad(column, dtype)
+            for column, dtype in zip(list(zip(*played, strict=True))[:3], (np.int32, bool, np.float32), strict=True)
+        )
         valid = np.arange(MAX_LENGTH)[None, :] < np.asarray([len(row[0]) for row in played])[:, None]
-        advantages = group_advantages(np.asarray([row[3] for row in played]), np.asarray(group_ids), np.ones(len(played), bool),
-                                      estimator=AdvantageEstimator.GROUP_RELATIVE)
+        advantages = group_advantages(
+            np.asarray([row[3] for row in played]),
+            np.asarray(group_ids),
+            np.ones(len(played), bool),
+            estimator=AdvantageEstimator.GROUP_RELATIVE,
+        )
         proximal = scored(params, tokens, valid)
-
-        def loss(params):
-            logprobs, entropy = score(model, params, tokens, valid, temperature=1.0)  # noqa: B023
-            return decoupled_ppo_loss(logprobs, proximal, sampler, jnp.broadcast_to(advantages[:, None], mask.shape), mask,  # noqa: B023
-                                      entropy=entropy, **config.loss.arguments)[0]
+        batch = (tokens, valid, mask, sampler, proximal, np.broadcast_to(advantages[:, None], mask.shape))
 
         with jax.numpy_dtype_promotion("standard"):
-            updates, optimizer_state = optimizer.update(jax.grad(loss)(params), optimizer_state, params)
+            updates, optimizer_state = optimizer.update(jax.grad(loss)(params, *batch), optimizer_state, params)
         params = optax.apply_updates(params, updates)
     return params
 
@@ -196,8 +222,11 @@ def synchronous_reference(config, *, num_steps: int):
 @pytest.mark.parametrize("policy", list(RingFullPolicy))
 def test_a_ring_full_of_pins_does_not_stop_the_run(tmp_path, policy):
     config = tiny_config()
-    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, max_staleness=2, ring_full=policy),
-                                 snapshots=dataclasses.replace(config.snapshots, ring_capacity=3))
+    config = dataclasses.replace(
+        config,
+        loop=dataclasses.replace(config.loop, max_staleness=2, ring_full=policy),
+        snapshots=dataclasses.replace(config.snapshots, ring_capacity=3),
+    )
     loop = tiny_loop(tmp_path, config)
     # Somebody else holds all that the ring may hold for a while.
     for version in (0, 1, 2):

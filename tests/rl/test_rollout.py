@@ -291,7 +291,7 @@ def test_restored_rollouts_go_on_in_the_middle_of_a_turn():
 
 # --- with a real policy ---
 
-MODEL = Model(ModelConfig(vocab_size=259, num_layers=2, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8,
+MODEL = Model(ModelConfig(vocab_size=259, num_layers=1, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8,
                           max_length=88))
 
 

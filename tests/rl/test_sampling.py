@@ -135,4 +135,5 @@ def test_top_p_samples_the_nucleus_with_renormalised_logprobs():
 
 def test_top_p_keeps_at_least_the_likeliest():
     log_probabilities = jnp.asarray(log_softmax(LOGITS), jnp.float32)[None]
-    np.testing.assert_array_equal(nucleus(log_probabilities, jnp.float32(1e-6))[0], np.where(np.arange(len(LOGITS)) == 3, 0, -np.inf))
+    expected = np.where(np.arange(len(LOGITS)) == 3, 0, -np.inf)
+    np.testing.assert_array_equal(nucleus(log_probabilities, jnp.float32(1e-6))[0], expected)

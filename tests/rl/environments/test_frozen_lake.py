@@ -213,12 +213,12 @@ def test_without_noise_the_expert_never_falls():
         assert ending.success or ending.truncated
 
 
-def test_the_expert_s_moves_are_uniform():
-    game = on_map(["SFFF", "HFFF", "FFFF", "FFFG"], expert_noise=0.2)
+def test_the_expert_prefers_the_way_home():
+    game = on_map(["SFFF", "HFFF", "FFFF", "FFFG"], expert_noise=0.2, expert_homesickness=2.0)
     rng = np.random.default_rng(0)
     counts = collections.Counter(game.expert(rng) for _ in range(8000))
-    # Three safe moves, L and U into the wall and R; below is a hole.
-    expected = {"L": 0.8 / 3 + 0.05, "D": 0.05, "R": 0.8 / 3 + 0.05, "U": 0.8 / 3 + 0.05}
+    # Three safe moves: L and U, into the wall but homeward, and R; below is a hole.
+    expected = {"L": 0.8 * 2 / 5 + 0.05, "D": 0.05, "R": 0.8 / 5 + 0.05, "U": 0.8 * 2 / 5 + 0.05}
     for action, probability in expected.items():
         assert counts[action] / 8000 == pytest.approx(probability, abs=0.02)
 

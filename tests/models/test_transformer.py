@@ -1,0 +1,291 @@
+"""The decoder against Hugging Face's numbers, and what must hold of any causal decoder."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from models import decode
+from models.attention import attention
+from models.config import ModelConfig, Precision
+from models.transformer import MASKED_LOGIT, Model, rotate
+from rl.logprobs import score
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "hf_tiny"
+TINY = ModelConfig(vocab_size=11, num_layers=1, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=4, max_length=8,
+                   tied_embeddings=False)
+
+
+def config(**changes) -> ModelConfig:
+    return ModelConfig(**{**TINY.__dict__, **changes})
+
+
+def random_params(model: Model, seed: int = 0) -> dict:
+    """Numbers everywhere, also where `init` puts zeros and ones; and nothing to compile."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: 0.3 * rng.normal(size=leaf.shape).astype(np.float32), model.shapes)
+
+
+def forward(model, params, tokens):
+    return model.logits(params, model.hidden(params, tokens))
+
+
+jit_forward = jax.jit(forward, static_argnums=0)
+jit_init = jax.jit(Model.init, static_argnums=0)
+
+PARAMS = random_params(Model(TINY))
+TOKENS = np.asarray([[1, 2, 3, 4, 5, 6, 7, 8], [8, 3, 3, 0, 1, 0, 0, 0]], np.int32)
+
+
+# --- Hugging Face ---
+
+
+def hugging_face_config(hf: dict) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=hf["vocab_size"], num_layers=hf["num_hidden_layers"], d_model=hf["hidden_size"], d_ff=hf["intermediate_size"],
+        num_heads=hf["num_attention_heads"], num_kv_heads=hf["num_key_value_heads"],
+        head_dim=hf.get("head_dim", hf["hidden_size"] // hf["num_attention_heads"]), max_length=hf["max_position_embeddings"],
+        rope_theta=hf["rope_parameters"]["rope_theta"], norm_epsilon=hf["rms_norm_eps"], qk_norm=hf["model_type"] == "qwen3",
+        qkv_bias=hf["model_type"] == "qwen2", tied_embeddings=hf["tie_word_embeddings"])
+
+
+def hugging_face_params(raw: dict[str, np.ndarray], sizes: ModelConfig) -> dict:
+    """A PyTorch linear holds [outputs, inputs]; ours hold [inputs, outputs] with heads as an axis of their own."""
+    def stack(name, *shape):
+        layers = [raw[f"model.layers.{index}.{name}"] for index in range(sizes.num_layers)]
+        return np.stack([(layer.T if layer.ndim == 2 else layer).reshape(shape or layer.T.shape) for layer in layers])
+
+    heads, kv_heads, d_model = (sizes.num_heads, sizes.head_dim), (sizes.num_kv_heads, sizes.head_dim), sizes.d_model
+    blocks = {
+        "attention_norm": {"scale": stack("input_layernorm.weight")},
+        "mlp_norm": {"scale": stack("post_attention_layernorm.weight")},
+        "output": {"kernel": stack("self_attn.o_proj.weight", *heads, d_model)},
+        **{name: {"kernel": stack(f"mlp.{name}_proj.weight")} for name in ("gate", "up", "down")},
+    }
+    for name, shape in (("query", heads), ("key", kv_heads), ("value", kv_heads)):
+        blocks[name] = {"kernel": stack(f"self_attn.{name[0]}_proj.weight", d_model, *shape)}
+        if sizes.qkv_bias:
+            blocks[name]["bias"] = stack(f"self_attn.{name[0]}_proj.bias", *shape)
+    if sizes.qk_norm:
+        blocks |= {f"{name}_norm": {"scale": stack(f"self_attn.{name[0]}_norm.weight")} for name in ("query", "key")}
+    params = {"embedding": raw["model.embed_tokens.weight"], "final_norm": {"scale": raw["model.norm.weight"]}, "blocks": blocks}
+    return params if sizes.tied_embeddings else {**params, "head": {"kernel": raw["lm_head.weight"].T}}
+
+
+@pytest.fixture(scope="module", params=["llama_gqa_untied", "qwen2_bias_tied", "qwen3_qknorm_tied"])
+def hugging_face(request):
+    folder = GOLDEN / request.param
+    sizes = hugging_face_config(json.loads((folder / "config.json").read_text()))
+    params = hugging_face_params(safetensors.numpy.load_file(folder / "model.safetensors"), sizes)
+    return Model(sizes), params, dict(np.load(folder / "golden.npz"))
+
+
+def test_the_parameter_tree_fits_hugging_face(hugging_face):
+    model, params, _ = hugging_face
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(lambda leaf: leaf.shape, model.shapes)
+
+
+def test_logits_and_logprobs_agree_with_hugging_face(hugging_face):
+    model, params, golden = hugging_face
+    tokens, valid = golden["input_ids"], golden["attention_mask"].astype(bool)
+
+    @jax.jit
+    def compute(params, temperature):
+        return forward(model, params, tokens), score(model, params, tokens, valid, temperature=temperature)
+
+    for temperature in (1.0, 0.7):
+        logits, scored = compute(params, temperature)
+        np.testing.assert_allclose(np.where(valid[..., None], logits, 0), golden["logits"], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(scored.logprobs[:, 1:], golden[f"logprob_T{temperature}"], rtol=0, atol=1e-4)
+        assert not np.any(scored.logprobs[:, 0])
+
+
+def test_greedy_decoding_agrees_with_hugging_face(hugging_face):
+    model, params, golden = hugging_face
+    tokens, counts = golden["input_ids"], golden["attention_mask"].astype(np.int32).sum(axis=1)
+    num_new = golden["greedy_ids"].shape[1]
+
+    @jax.jit
+    def continue_greedily(params):
+        prepared = decode.prepare(model, params)
+        # The last token of a context is fed by the first decode step.
+        cache = decode.prefill(model, prepared, jnp.pad(tokens, ((0, 0), (0, num_new))), counts=jnp.asarray(counts - 1))
+
+        def step(carry, _):
+            cache, last, positions = carry
+            logits, cache = decode.decode_step(model, prepared, cache, last, positions=positions)
+            chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return (cache, chosen, positions + 1), chosen
+
+        first = (cache, jnp.asarray(tokens[np.arange(len(tokens)), counts - 1]), jnp.asarray(counts - 1))
+        return jax.lax.scan(step, first, length=num_new)[1].T
+
+    assert golden["greedy_margin"].min() > 1e-3  # so that rounding decides nowhere
+    np.testing.assert_array_equal(continue_greedily(params), golden["greedy_ids"])
+
+
+# --- attention ---
+
+
+def reference_attention(queries, keys, values, query_positions):
+    """One query, one head at a time, in float64."""
+    queries, keys, values = (np.asarray(array, np.float64) for array in (queries, keys, values))
+    attended = np.zeros(queries.shape)
+    group = queries.shape[2] // keys.shape[2]
+    for row, position, head in np.ndindex(queries.shape[:3]):
+        stop = query_positions[row, position] + 1
+        logits = keys[row, :stop, head // group] @ queries[row, position, head] / np.sqrt(queries.shape[-1])
+        weights = np.exp(logits - logits.max())
+        attended[row, position, head] = weights @ values[row, :stop, head // group] / weights.sum()
+    return attended
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_attention_sees_keys_up_to_its_position(num_kv_heads):
+    rng = np.random.default_rng(0)
+    queries = rng.normal(size=(2, 3, 4, 6)).astype(np.float32)
+    keys, values = rng.normal(size=(2, 2, 5, num_kv_heads, 6)).astype(np.float32)
+    positions = np.asarray([[0, 1, 2], [2, 3, 4]], np.int32)
+    attended = jax.jit(attention)(queries, keys, values, query_positions=positions)
+    np.testing.assert_allclose(attended, reference_attention(queries, keys, values, positions), rtol=0, atol=1e-6)
+
+
+def test_rotated_products_depend_on_distance_alone():
+    queries, keys = np.random.default_rng(0).normal(size=(2, 1, 6, 1, 8)).astype(np.float32)
+    queries, keys = queries[:, :1].repeat(6, axis=1), keys[:, :1].repeat(6, axis=1)
+    turn = jax.jit(lambda x: rotate(x, jnp.arange(6)[None], 100.0))
+    products = np.einsum("bthd,bshd->ts", turn(queries), turn(keys))
+    for distance in range(-5, 6):
+        diagonal = np.diagonal(products, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=0, atol=1e-5)
+    assert np.ptp(products) > 0.1
+
+
+# --- causality and padding ---
+
+
+def test_no_gradient_from_a_later_token():
+    """Of logprob t by the embedding of token s: exactly 0 unless s < t. The head is its own, so token t itself has none."""
+    model = Model(TINY)
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
+
+    @jax.jit
+    @jax.jacrev
+    def jacobian(embedding):
+        return score(model, {**PARAMS, "embedding": embedding}, tokens, tokens >= 0, temperature=1.0).logprobs[0]
+
+    sizes = np.abs(jacobian(PARAMS["embedding"])[:, :8]).max(axis=-1)
+    np.testing.assert_array_equal(sizes > 0, np.tril(np.ones((8, 8), bool), -1))
+
+
+def test_padding_and_other_rows_do_not_matter_at_all():
+    rng = np.random.default_rng(0)
+    valid = np.arange(8)[None] < np.asarray([8, 5])[:, None]
+    logits = np.asarray(jit_forward(Model(TINY), PARAMS, TOKENS))
+    for _ in range(3):
+        padded = np.where(valid, TOKENS, rng.integers(11, size=TOKENS.shape)).astype(np.int32)
+        np.testing.assert_array_equal(np.asarray(jit_forward(Model(TINY), PARAMS, padded))[valid], logits[valid])
+        other = np.stack([rng.integers(11, size=8), TOKENS[0]]).astype(np.int32)
+        np.testing.assert_array_equal(jit_forward(Model(TINY), PARAMS, other)[1], logits[0])
+
+
+# --- variants ---
+
+
+def test_a_padded_vocabulary_has_no_mass_and_changes_nothing():
+    padded = Model(config(vocab_multiple=8))
+    assert padded.config.padded_vocab_size == 16
+    rng = np.random.default_rng(0)
+    rows, columns = rng.normal(size=(5, 16)).astype(np.float32), 9 * rng.normal(size=(16, 5)).astype(np.float32)
+    wide = {**PARAMS, "embedding": np.concatenate([PARAMS["embedding"], rows]),
+            "head": {"kernel": np.concatenate([PARAMS["head"]["kernel"], columns], axis=1)}}
+    logits = np.asarray(jit_forward(padded, wide, TOKENS))
+    np.testing.assert_allclose(logits[..., :11], jit_forward(Model(TINY), PARAMS, TOKENS), rtol=0, atol=1e-6)
+    assert np.all(logits[..., 11:] == np.float32(MASKED_LOGIT))
+    assert not np.any(np.asarray(jax.nn.softmax(logits))[..., 11:])
+
+
+def test_a_tied_embedding_is_the_transposed_head():
+    tied = {name: leaf for name, leaf in PARAMS.items() if name != "head"}
+    untied = {**PARAMS, "head": {"kernel": PARAMS["embedding"].T}}
+    np.testing.assert_allclose(jit_forward(Model(config(tied_embeddings=True)), tied, TOKENS),
+                               jit_forward(Model(TINY), untied, TOKENS), rtol=0, atol=1e-6)
+
+
+def test_bfloat16_computes_in_bfloat16_and_speaks_float32():
+    model = Model(config(compute_dtype=Precision.BFLOAT16))
+    assert jax.eval_shape(model.hidden, PARAMS, TOKENS).dtype == jnp.bfloat16
+    logits = jit_forward(model, PARAMS, TOKENS)
+    assert logits.dtype == jnp.float32
+    assert 0 < np.abs(logits - jit_forward(Model(TINY), PARAMS, TOKENS)).max() < 0.1
+
+
+@pytest.mark.parametrize("num_layers", [2, 4])
+def test_rematerialisation_keeps_only_what_enters_each_layer(num_layers):
+    """That gradients stay what they are is seen in the learner's tests."""
+    sizes = {}
+    for remat in (False, True):
+        model = Model(config(num_layers=num_layers), remat=remat)
+        _, pullback = jax.eval_shape(lambda params, model=model: jax.vjp(lambda p: model.hidden(p, TOKENS), params), model.shapes)
+        sizes[remat] = sum(leaf.size for leaf in jax.tree.leaves(pullback) if TOKENS.shape[1] in leaf.shape)
+    residuals = TOKENS.size * model.config.d_model
+    assert sizes[True] <= (num_layers + 1) * residuals + 2 * TOKENS.size < sizes[False]
+
+
+# --- initial parameters ---
+
+
+WIDE = Model(config(num_layers=3, d_model=64, d_ff=96, qk_norm=True, qkv_bias=True, vocab_size=50))
+
+
+def test_initial_parameters_have_their_scales():
+    params = jit_init(WIDE, jax.random.key(0))
+    fan_ins = {"query": 64, "key": 64, "value": 64, "gate": 64, "up": 64, "output": 16 * 6, "down": 96 * 6}  # 6 residual branches
+    for name, fan_in in fan_ins.items():
+        kernel = np.asarray(params["blocks"][name]["kernel"]).reshape(3, -1)
+        np.testing.assert_allclose(kernel.std(axis=1), fan_in**-0.5, rtol=0.1, err_msg=name)
+        assert np.abs(kernel.mean()) < 0.1 * fan_in**-0.5
+    np.testing.assert_allclose(np.std(params["embedding"]), 64**-0.5, rtol=0.1)
+    np.testing.assert_allclose(np.std(params["head"]["kernel"]), 64**-0.5, rtol=0.1)
+    for name in ("query", "key", "value"):
+        assert not np.any(params["blocks"][name]["bias"])
+    for norm in (*(params["blocks"][f"{name}_norm"] for name in ("attention", "mlp", "query", "key")), params["final_norm"]):
+        assert np.all(np.asarray(norm["scale"]) == 1)
+    drawn = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params) if np.std(leaf)])
+    assert len(np.unique(drawn)) > 0.99 * len(drawn)  # no number serves two places
+
+
+def test_initial_parameters_are_a_function_of_the_key():
+    first, again, other = (jit_init(WIDE, jax.random.key(seed)) for seed in (0, 0, 1))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert not np.any(np.asarray(first["head"]["kernel"]) == np.asarray(other["head"]["kernel"]))
+
+
+def test_one_generator_draws_all_parameters():
+    """Each one would take about half a second to compile."""
+    assert str(jax.make_jaxpr(WIDE.init)(jax.random.key(0))).count("random_bits[") == 1
+
+
+def test_shapes_and_axes_describe_the_parameters():
+    model = Model(config(num_layers=2, qk_norm=True, qkv_bias=True, vocab_multiple=4))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert model.shapes == shapes
+    is_axes = lambda tree: isinstance(tree, tuple)  # noqa: E731
+    ranks = jax.tree.map(len, model.axes, is_leaf=is_axes)
+    assert ranks == jax.tree.map(lambda leaf: len(leaf.shape), shapes)
+    assert model.axes["blocks"]["output"]["kernel"] == ("layers", "heads", "head", "embed")
+    assert model.axes["head"]["kernel"] == ("embed", "vocab")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"num_kv_heads": 3}, "4 query heads do not divide over 3 kv heads"),
+    ({"head_dim": 5}, "head_dim is 5, wanted an even number"),
+    ({"num_layers": 0}, "num_layers is 0, wanted at least 1"),
+])
+def test_sizes_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)

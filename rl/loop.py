@@ -233,12 +233,13 @@ class Loop:
         rooms.sampler.publish(self.version, self.live)
 
     def _drop_stalest(self) -> None:
-        """Drops the groups that hold the oldest pinned version, until the ring has room."""
+        """Drops the groups that hold pinned versions, oldest version first, until the ring has room."""
         rooms = self._rooms
-        while not rooms.ring.has_room():
-            oldest = rooms.ring.oldest_pinned
+        for version in sorted(rooms.ring.pins):
+            if rooms.ring.has_room():
+                return
             unscored = [*rooms.rollouts.partial(), *rooms.admission.unscored()]
-            for group_id in sorted({trajectory.group_id for trajectory in unscored if oldest in trajectory.versions}):
+            for group_id in sorted({trajectory.group_id for trajectory in unscored if version in trajectory.versions}):
                 self._drop(group_id, DropReason.RING_FULL)
 
     def _drop(self, group_id: int, reason: DropReason) -> None:

@@ -52,8 +52,10 @@ class _Episode:
         self.policy_versions.extend(versions)
         self.context_versions.extend(sampled.context_versions.tolist())
         self.turn_tokens += len(versions)
-        new_versions = sorted(set(versions) - {self.newest_version})  # versions only grow
-        self.newest_version = max(versions, default=self.newest_version)
+        if versions[-1] == self.newest_version:  # versions only grow
+            return []
+        new_versions = sorted(set(versions))
+        self.newest_version = new_versions[-1]
         return new_versions
 
     def trajectory(self, *, reward: float | None, success: bool, finish_reason: FinishReason) -> Trajectory:

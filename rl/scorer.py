@@ -66,6 +66,7 @@ class Scorer:
 
         Rows of one bucket share calls, ceil(rows / bucket rows) of them; all calls are dispatched before any result is read.
         """
+        params = self._place(params)
         by_length: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
             by_length.setdefault(bucket_length(len(row), self.lengths), []).append(index)
@@ -87,6 +88,7 @@ class Scorer:
         Returns:
           JSON values: largest differences in nats, and whether replay is bitwise.
         """
+        params = self._place(params)
         rng = np.random.default_rng(0)
         length = self.lengths[-1]
         rows = [rng.integers(self._vocab_size, size=length - index % 3).astype(np.int32) for index in range(self.rows)]
@@ -100,6 +102,10 @@ class Scorer:
         return {"replay": "bitwise" if not any(differences.values()) else "approximate", **differences,
                 "platform": device.platform, "device_kind": device.device_kind, "num_devices": self._row_sharding.mesh.size,
                 "rows": self.rows, "length": length}
+
+    def _place(self, params: Params) -> Params:
+        """Host arrays are sent once for all calls, and not a compilation of their own; what lies in place already stays."""
+        return jax.device_put(params, self._parameter_shardings)
 
     def _compile(self):
         # A fresh function object: jit shares compilations between equal ones.

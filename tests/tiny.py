@@ -48,12 +48,37 @@ def tiny_config(**changes) -> Config:
     return dataclasses.replace(config, **changes)
 
 
+_shared: dict = {}
+"""Compiled programs by what decides them: most of a tiny run's time is compilation, and most tests want the same programs."""
+
+
 def tiny_loop(run_dir: pathlib.Path, config: Config | None = None, *, devices: tuple[int, int, int] = (1, 1, 1)) -> Loop:
     """A started loop; `devices` along data, fsdp and tensor."""
+    loop = tiny_rooms(run_dir, config, devices=devices)
+    config = dataclasses.replace(config or tiny_config(), mesh=MeshOptions(*devices))
+    loop.start(Foundation.of(config).initial_params())
+    return loop
+
+
+def tiny_rooms(run_dir: pathlib.Path, config: Config | None = None, *, devices: tuple[int, int, int] = (1, 1, 1)) -> Loop:
+    """A loop that wants its weights, or a state to go on from."""
     config = dataclasses.replace(config or tiny_config(), mesh=MeshOptions(*devices))
     foundation = Foundation.of(config)
     foundation.check()
     run_dir.mkdir(parents=True, exist_ok=True)
-    loop = build_loop(foundation, run_dir, foundation.sampler_factory()(), foundation.scorer())
-    loop.start(foundation.initial_params())
+    precision = config.snapshots.publish_dtype
+    sampler = _share(("sampler", foundation.model, devices, config.sampler, config.seed, precision), foundation.sampler_factory)
+    scorer = _share(("scorer", foundation.model, devices, config.snapshots.score_rows, precision), foundation.scorer)
+    loop = build_loop(foundation, run_dir, sampler(), scorer)
+    learner = loop._rooms.learner
+    programs = ("_update", "_row_weights", "_publish", "_start", "_copy")
+    options = (config.optimizer, config.loss, config.step, config.snapshots.old_logprobs)
+    key = ("learner", foundation.model, devices, *options, precision)
+    learner.__dict__.update(_share(key, lambda: {name: learner.__dict__[name] for name in programs}))
     return loop
+
+
+def _share(key, make):
+    if key not in _shared:
+        _shared[key] = make()
+    return _shared[key]

@@ -77,10 +77,9 @@ def test_ragged_extensions_and_decode_steps_equal_the_full_forward():
 
 
 def test_a_prefill_is_an_extension_of_nothing():
-    counts = np.asarray([5, 3, 0], np.int32)
-    tokens = pieces_of(NOTHING, counts, ROOM)
-    filled = jax.jit(functools.partial(decode.prefill, MODEL))(prepared(), tokens, counts=counts)
-    _, extended = extend(MODEL, prepared(), decode.init_cache(CONFIG, 3, ROOM), tokens, starts=NOTHING, counts=counts)
+    counts, cache = np.asarray([5, 3, 0], np.int32), decode.init_cache(CONFIG, 3, ROOM)
+    filled = jax.jit(functools.partial(decode.prefill, MODEL))(prepared(), pieces_of(NOTHING, counts, ROOM), counts=counts)
+    _, extended = extend(MODEL, prepared(), cache, pieces_of(NOTHING, counts, 5), starts=NOTHING, counts=counts)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-6), filled, extended)
 
 

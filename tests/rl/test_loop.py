@@ -18,7 +18,7 @@ from rl.learner import StepOptions
 from rl.logprobs import score
 from rl.loop import LoopOptions, RingFullPolicy, instance_seed
 from rl.losses import decoupled_ppo_loss
-from tests.tiny import MAX_LENGTH, tiny_config, tiny_loop
+from tests.tiny import MAX_LENGTH, tiny_config, tiny_loop, tiny_rooms
 
 
 def rows_of(run_dir) -> list[dict]:
@@ -260,20 +260,12 @@ def test_going_on_from_a_state_is_the_same_run(tmp_path):
     first = tiny_loop(tmp_path / "resumed")
     first.run(6)
     state = first.state()
-    first.run(8)  # goes further, then its process dies
+    first.run(8)  # goes further; then its process dies, but not in the middle of a save, which another test kills
+    first._rooms.store.wait()
     del first
-    resumed = tiny_loop_again(tmp_path / "resumed", state)
+    resumed = tiny_rooms(tmp_path / "resumed")
+    resumed.restore(state)
     resumed.run(9)
     assert_same_weights(straight, resumed)
     assert without_times(rows_of(tmp_path / "straight")) == without_times(rows_of(tmp_path / "resumed"))
     assert saved["step"] == state["step"] == 6
-
-
-def tiny_loop_again(run_dir, state):
-    """Rooms built anew over the same directory, as a restarted process does."""
-    from launch.build import build_loop
-
-    foundation = Foundation.of(tiny_config())
-    loop = build_loop(foundation, run_dir, foundation.sampler_factory()(), foundation.scorer())
-    loop.restore(state)
-    return loop

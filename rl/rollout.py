@@ -54,7 +54,7 @@ class _Episode:
         self.turn_tokens += len(versions)
         if versions[-1] == self.newest_version:  # versions only grow
             return []
-        new_versions = sorted(set(versions))
+        new_versions = sorted(set(versions) - {self.newest_version})
         self.newest_version = new_versions[-1]
         return new_versions
 

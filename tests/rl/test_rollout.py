@@ -229,10 +229,10 @@ def test_partial_is_a_look_at_what_is_under_way():
 
 
 def test_each_version_of_a_trajectory_is_new_once():
-    _, rollouts = play({0: [say("ab", [0, 0], turn_over=False), say("cd", [1, 2]), say("e", 2), say("!", 4)],
+    _, rollouts = play({0: [say("ab", [0, 1], turn_over=False), say("cd", [1, 2]), say("e", 2), say("!", 4)],
                         1: [say("ab", [1, 3]), say("!", 3)]})
     steps = [rollouts.step(1).new_versions for _ in range(4)]
-    assert steps == [[0, 1, 3], [1, 2], [], [4]]
+    assert steps == [[0, 1, 1, 3], [2], [], [4]]
 
 
 # --- state ---

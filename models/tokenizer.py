@@ -19,6 +19,5 @@ class ByteTokenizer:
 
     def decode(self, tokens: np.ndarray) -> str:
         """Ids to text. Special ids and bytes that are no UTF-8 become U+FFFD, so that sampled nonsense is still a text."""
-        ids = np.asarray(tokens)
         # 0xFF never occurs in UTF-8, so it decodes to the replacement character.
-        return np.where(ids < NUM_BYTES, ids, 0xFF).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return bytes(min(token, 0xFF) for token in tokens).decode("utf-8", errors="replace")

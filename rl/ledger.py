@@ -42,7 +42,7 @@ class ScoredTrajectory:
 
     Attributes:
       trajectory: with `old_logprobs` where the source is exact, without where it is not.
-      buckets: for each policy version that was scored, (rows of all devices, padded length) of the call of `score`. A version of an
+      buckets: for each policy version that was scored, (rows of all devices, padded length) of its call. A version of an
         exact trajectory that is missing here was not scored, so none of its tokens may be trained.
     """
 

@@ -3,8 +3,8 @@
     python -m launch.train quickstart --seed 0
 
 Hardware: two CPU cores, minutes. Expect greedy held-out success to go from about 0 to 0.8 and more, with nine in ten trajectories
-crossing versions and an exactness error of 0. The imitator must have learned to avoid holes (a loss near 1.27 nats, and as many kv
-heads as there are neighbour cells to look at): from a poorer one too few games are won for the rewards to teach anything.
+crossing versions and an exactness error of 0. The imitator must have learned to avoid holes (a loss near 1.27 nats, and as many
+kv heads as there are neighbour cells to look at): from a poorer one too few games are won for rewards to teach anything.
 """
 
 from launch.config import Config, SamplerOptions, SnapshotOptions

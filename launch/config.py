@@ -58,7 +58,7 @@ class SnapshotOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One experiment. On the command line the groups marked below appear without their names."""
+    """One experiment. Groups wrapped in `OmitArgPrefixes` appear on the command line without their names."""
 
     model: ModelConfig
     environment: EnvironmentName = EnvironmentName.FROZEN_LAKE

@@ -12,6 +12,7 @@ import safetensors.numpy
 from models import decode
 from models.attention import attention
 from models.config import ModelConfig, Precision
+from models.parameters import Declaration, draw
 from models.transformer import MASKED_LOGIT, Model, rotate
 from rl.logprobs import score
 
@@ -255,8 +256,18 @@ def test_initial_parameters_have_their_scales():
         assert not np.any(params["blocks"][name]["bias"])
     for norm in (*(params["blocks"][f"{name}_norm"] for name in ("attention", "mlp", "query", "key")), params["final_norm"]):
         assert np.all(np.asarray(norm["scale"]) == 1)
-    drawn = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params) if np.std(leaf)])
-    assert len(np.unique(drawn)) > 0.99 * len(drawn)  # no number serves two places
+
+
+def test_no_drawn_number_serves_two_places():
+    def declared(shape, *axes):
+        return Declaration(shape, axes, mean=0.0, deviation=1.0)
+
+    constant = Declaration((4,), ("embed",), mean=3.0, deviation=0.0)
+    block = {"a": declared((4, 6), "embed", "mlp"), "b": constant, "c": declared((2, 3, 4), "heads", "head", "embed")}
+    others = {"d": declared((5, 4), "vocab", "embed"), "e": constant, "f": declared((4, 5), "embed", "vocab")}
+    params = jax.jit(lambda key: draw(key, block, others, d_model=4, num_layers=3))(jax.random.key(0))
+    assert np.all(np.asarray(params["blocks"].pop("b")) == 3) and np.all(np.asarray(params.pop("e")) == 3)
+    assert len(np.unique(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)]))) == 3 * (24 + 24) + 20 + 20
 
 
 def test_initial_parameters_are_a_function_of_the_key():

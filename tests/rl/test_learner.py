@@ -167,10 +167,14 @@ def test_an_old_anchor_makes_ratios_that_clip_from_the_first_update():
 
 
 def test_an_exact_anchor_has_ratio_one_at_first_and_not_again():
-    run = run_step(shared_learner(), make_batch(PARAMS))
+    batch = make_batch(PARAMS)
+    run = run_step(shared_learner(), batch)
     for extreme in ("min", "mean", "max"):
         assert run.updates[0][f"staleness_ratio_{extreme}"] == pytest.approx(1, abs=1e-5)
     assert run.updates[0]["clip_fraction"] == 0
+    rows = np.random.default_rng((0, 0, 0)).permutation(ROWS)[:ROWS // 2]  # of seed 0, step 0, epoch 0
+    bonus = LOSS.entropy_coefficient * run.updates[0]["entropy"]
+    assert run.updates[0]["loss"] == pytest.approx(-batch.advantages[rows][batch.loss_mask[rows]].mean() - bonus, abs=1e-5)
     assert run.updates[1]["staleness_ratio_max"] > 1 + 1e-3
     # The second epoch is no repetition of the first: its policy has moved.
     assert run.updates[2]["staleness_kl_k3"] > 1e-5 > run.updates[0]["staleness_kl_k3"]
@@ -336,9 +340,19 @@ def test_loss_options_are_arguments_of_the_loss():
 # --- state ---
 
 
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy whose memory a device array would share with it, rather than copy."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    offset = -memory.ctypes.data % 64
+    copy = memory[offset:offset + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 def test_a_restored_learner_continues_bit_by_bit():
     learner = shared_learner()
     run = run_step(learner, stale_batch())
+    run.state["leaves"] = [aligned(leaf) for leaf in run.state["leaves"]]
     assert bits(run.state["leaves"]) == bits(reference().state["leaves"])  # a run is a function of its inputs
     metrics = learner.step(stale_batch(), version=3)
     after = learner.state()

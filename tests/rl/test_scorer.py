@@ -111,6 +111,14 @@ def test_the_self_test_sees_a_program_that_listens_to_padding(monkeypatch):
     assert (report["permuted_rows_max_error"], report["recompiled_max_error"]) == (1.0, 0.0)
 
 
+def test_weights_are_gathered_to_the_rows():
+    """Were the rows' products summed over devices instead, each row's bits would depend on how many there are."""
+    scorer = make_scorer((1, 2, 1), 1, (8,))
+    tokens = jax.ShapeDtypeStruct((2, 8), np.int32)
+    text = scorer._score.lower(MODEL.shapes, tokens, jax.ShapeDtypeStruct((2, 8), bool)).compile().as_text()
+    assert "all-gather" in text and "all-reduce" not in text and "reduce-scatter" not in text
+
+
 def test_another_bucket_or_mesh_moves_logprobs_a_little():
     """How little is what the recorded bucket protects from."""
     params, row = publish(Precision.FLOAT32), ROWS[1]

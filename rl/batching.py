@@ -28,7 +28,7 @@ def bucket_length(length: int, buckets: Sequence[int]) -> int:
         if length <= bucket:
             return bucket
     raise ValueError(f"{length} tokens do not fit the largest length bucket, {buckets[-1]}; "
-                     "raise --max-length or shorten the episode")
+                     "raise --model.max-length or shorten the episode")
 
 
 def pad_rows(rows: Sequence[np.ndarray], length: int, *, fill, num_rows: int | None = None) -> np.ndarray:

@@ -106,7 +106,7 @@ class PolicyEngine(engine_api.Engine):
             raise ValueError(f"prefill of {true_length} tokens padded to {len(tokens)}; "
                              "wanted at least 1 and at most the padded length")
         context_length = true_length if existing_prefix is None else int(existing_prefix.length) + 1 + true_length
-        raise_if_too_long(context_length, self.max_prefill_length)
+        sampling.raise_if_too_long(context_length, self.max_prefill_length)
         room = self.max_prefill_length - context_length
         scalars = {"true_length": np.int32(true_length), "request_id": np.int32(request_id),
                    "remaining": np.int32(room if remaining is None else min(remaining, room)), "greedy": np.bool_(greedy)}
@@ -217,13 +217,6 @@ class PolicyEngine(engine_api.Engine):
         layers = (cache,) * self._model.config.num_layers
         return DecodeState(cache=decode.Cache(keys=layers, values=layers), next_tokens=rows, lengths=rows, num_sampled=rows,
                            request_ids=rows, remaining=rows, greedy=rows)
-
-
-def raise_if_too_long(length: int, room: int) -> None:
-    """Raises ValueError when a context does not leave room for one sampled token."""
-    if length >= room:
-        raise ValueError(f"a context of {length} tokens leaves no room to sample: a slot holds {room}; "
-                         "shorten the prompt or raise --max-length")
 
 
 class _JetStreamTokenizer(tokenizer_api.Tokenizer):

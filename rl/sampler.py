@@ -12,16 +12,18 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 
 from models.transformer import Params
 from rl.batching import bucket_length, pad_rows
-from rl.engine import PolicyEngine, raise_if_too_long
-from rl.sampling import LoadedPolicy
+from rl.sampling import LoadedPolicy, raise_if_too_long
 from rl.types import NO_POLICY
+
+if TYPE_CHECKING:  # it is handed in, so that a process without a sampler never imports JetStream
+    from rl.engine import PolicyEngine
 
 
 class Swap(enum.Enum):
@@ -79,7 +81,7 @@ class Sampler:
       swap: what a publish does to running contexts.
     """
 
-    def __init__(self, engine: PolicyEngine, *, lengths: tuple[int, ...], refill_rows: int, swap: Swap):
+    def __init__(self, engine: "PolicyEngine", *, lengths: tuple[int, ...], refill_rows: int, swap: Swap):
         self._engine = engine
         self._lengths = lengths
         self._short_lengths = (*(2**power for power in range(3, (lengths[-1] - 1).bit_length())), lengths[-1])

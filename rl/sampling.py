@@ -213,3 +213,10 @@ def _fill(state: DecodeState, slots: jax.Array, cache: decode.Cache, *, next_tok
                        num_sampled=put(state.num_sampled, jnp.zeros_like(lengths)),
                        request_ids=put(state.request_ids, request_ids), remaining=put(state.remaining, remaining),
                        greedy=put(state.greedy, greedy))
+
+
+def raise_if_too_long(length: int, room: int) -> None:
+    """Raises ValueError when a context does not leave room for one sampled token."""
+    if length >= room:
+        raise ValueError(f"a context of {length} tokens leaves no room to sample: a slot holds {room}; "
+                         "shorten the prompt or raise --model.max-length")

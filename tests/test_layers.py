@@ -9,6 +9,7 @@ layer in `LAYERS`. The rules are themselves tested, on small trees that break th
 import ast
 import fnmatch
 import pathlib
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -235,3 +236,10 @@ def test_an_unexpected_top_level_entry_is_named(tmp_path):
     assert top_level_faults(tmp_path) == []
     write_tree(tmp_path, {"pyproject.toml": ""})
     assert [fault.partition(":")[0] for fault in top_level_faults(tmp_path)] == ["pyproject.toml"]
+
+
+def test_a_process_without_a_sampler_never_imports_jetstream():
+    """It brings TensorFlow: seconds and a gigabyte, which an audit, a help text or a learner need not pay."""
+    program = "import sys, launch.train, launch.audit, launch.evaluate; print({'jetstream', 'tensorflow'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

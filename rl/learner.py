@@ -129,6 +129,15 @@ def _rounded(leaf: jax.Array, precision: Precision) -> jax.Array:
     return jax.lax.reduce_precision(leaf, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
+def state_shardings(model: Model, mesh: jax.sharding.Mesh, optimizer: optax.GradientTransformation) -> LearnerState:
+    """Where master weights and moments lie: a moment lies where its weight lies."""
+    parameters = parameter_shardings(model.axes, model.shapes, mesh)
+    shapes = jax.eval_shape(optimizer.init, model.shapes)
+    moments = optax.tree_utils.tree_map_params(optimizer, lambda _, sharding: sharding, shapes, parameters,
+                                               transform_non_params=lambda _: replicated(mesh))
+    return LearnerState(params=parameters, optimizer=moments)
+
+
 def make_update(loss: Callable, optimizer: optax.GradientTransformation, *, num_microbatches: int, num_shards: int) -> Callable:
     """(state, minibatch) to (state, loss, sums, gradient norm), for any tree of [B, ...] arrays as minibatch.
 
@@ -177,18 +186,15 @@ class Learner:
         self._model = dataclasses.replace(model, remat=step.remat, activation_sharding=self._rows)
         self._temperature, self._anchor, self._publish_dtype = temperature, anchor, publish_dtype
         self._optimizer = optimizer.make()
-        parameters = parameter_shardings(model.axes, model.shapes, mesh)
         whole = replicated(mesh)
-        moments = optax.tree_utils.tree_map_params(
-            self._optimizer, lambda _, sharding: sharding, jax.eval_shape(self._optimizer.init, model.shapes), parameters,
-            transform_non_params=lambda _: whole)
-        self.shardings = LearnerState(params=parameters, optimizer=moments)
+        self.shardings = state_shardings(model, mesh, self._optimizer)
+        self._state_shapes = jax.eval_shape(self._fresh, model.shapes)
         update = make_update(self._loss, self._optimizer, num_microbatches=step.microbatches, num_shards=num_batch_shards(mesh))
         self._update = jax.jit(update, donate_argnums=0, out_shardings=(self.shardings, whole, whole, whole))
         weights = functools.partial(row_weights, denominator=loss.denominator, constant=loss.denominator_constant)
         self._row_weights = jax.jit(weights, out_shardings=self._rows)
         self.published_shapes = published_shapes(model, mesh, publish_dtype)
-        self._publish = jax.jit(functools.partial(publish_cast, precision=publish_dtype), out_shardings=parameters)
+        self._publish = jax.jit(functools.partial(publish_cast, precision=publish_dtype), out_shardings=self.shardings.params)
         self._start = jax.jit(self._fresh, out_shardings=self.shardings)
         # A device array may share memory with the numpy array it came from; what is donated must not.
         self._copy = jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=self.shardings)
@@ -234,20 +240,20 @@ class Learner:
         return {"num_steps": self.num_steps, "leaves": [np.array(leaf) for leaf in jax.tree.leaves(self.train_state)]}
 
     def restore(self, state: dict) -> None:
-        """Takes a `state` back, sharded as this learner shards."""
+        """Takes a `state` back, sharded as this learner shards.
+
+        Raises:
+          ValueError: the arrays are those of another model or optimizer; nothing has changed.
+        """
+        shapes = [leaf.shape for leaf in jax.tree.leaves(self._state_shapes)]
+        found = [leaf.shape for leaf in state["leaves"]]
+        if found != shapes:
+            raise ValueError(f"the saved learner has arrays of shapes {found}, wanted {shapes}; "
+                             "restore it with the config of its run")
         shardings, structure = jax.tree.flatten(self.shardings)
         leaves = [jax.device_put(leaf, sharding) for leaf, sharding in zip(state["leaves"], shardings, strict=True)]
         self.train_state = self._copy(jax.tree.unflatten(structure, leaves))
         self.num_steps = state["num_steps"]
-
-    def loss_and_gradients(self, batch: Batch) -> tuple[jax.Array, Params]:
-        """The loss of a host batch taken as one minibatch, and its gradient for the master weights; changes nothing."""
-        minibatch = jax.device_put(batch, self._rows)
-        weights = self._row_weights(minibatch.loss_mask)
-        versions = jax.device_put(np.zeros(len(batch.tokens), np.int32), self._rows)
-        gradient = jax.jit(jax.value_and_grad(self._loss, has_aux=True))
-        (loss, _), gradients = gradient(self.train_state.params, (minibatch, weights, versions))
-        return loss, gradients
 
     def _fresh(self, params: Params) -> LearnerState:
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)

@@ -44,12 +44,12 @@ def score(model: Model, params: Params, tokens: jax.Array, valid: jax.Array, *, 
     Returns:
       `Score`; 0 at position 0 and where `valid` is False.
     """
-    hidden = model.hidden(params, tokens)[:, :-1]
-    targets = tokens[:, 1:]
-    num_rows, num_targets = targets.shape
-    chunk = min(VOCABULARY_CHUNK, num_targets)
-    num_chunks = -(-num_targets // chunk)
-    padding = ((0, 0), (0, num_chunks * chunk - num_targets))
+    num_rows, length = tokens.shape
+    hidden = model.hidden(params, tokens)
+    targets = jnp.roll(tokens, -1, axis=1)  # what the last position predicts is not known; its result is dropped below
+    chunk = min(VOCABULARY_CHUNK, length)
+    num_chunks = -(-length // chunk)
+    padding = ((0, 0), (0, num_chunks * chunk - length))
     hidden = jnp.pad(hidden, (*padding, (0, 0))).reshape(num_rows, num_chunks, chunk, -1)
     targets = jnp.pad(targets, padding).reshape(num_rows, num_chunks, chunk)
 
@@ -61,7 +61,7 @@ def score(model: Model, params: Params, tokens: jax.Array, valid: jax.Array, *, 
     logprobs, entropy = jax.lax.map(lambda xs: score_chunk(*xs), (hidden.swapaxes(0, 1), targets.swapaxes(0, 1)))
 
     def align(chunks):
-        per_token = chunks.swapaxes(0, 1).reshape(num_rows, -1)[:, :num_targets]
+        per_token = chunks.swapaxes(0, 1).reshape(num_rows, -1)[:, : length - 1]
         return jnp.where(valid, jnp.pad(per_token, ((0, 0), (1, 0))), 0.0)
 
     return Score(align(logprobs), align(entropy))

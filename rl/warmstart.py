@@ -9,14 +9,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from models.sharding import batch_sharding, check_rows, num_batch_shards, parameter_shardings, replicated
+from models.sharding import batch_sharding, check_rows, num_batch_shards, replicated
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
 from rl.batching import bucket_length, pad_rows
 from rl.environments import Environment
-from rl.learner import LearnerState, OptimizerOptions, make_update
+from rl.learner import LearnerState, OptimizerOptions, make_update, state_shardings
 from rl.logprobs import score
 
 
@@ -84,6 +83,7 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
     if not options.updates:
         return params
     check_warm_rows(options, mesh)
+    model = dataclasses.replace(model, activation_sharding=batch_sharding(mesh))
     rng = np.random.default_rng((seed, 1))
     demonstrations = [demonstrate(make_environment(), int(rng.integers(2**31)), rng, max_length=lengths[-1])
                       for _ in range(options.episodes)]
@@ -101,7 +101,7 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
         return -jnp.sum(jnp.where(mask, weights[:, None] * logprobs, 0.0)), {}
 
     update = make_update(imitation_loss, optimizer, num_microbatches=options.microbatches, num_shards=num_batch_shards(mesh))
-    shardings = _state_shardings(model, mesh, optimizer)
+    shardings = state_shardings(model, mesh, optimizer)
     whole = replicated(mesh)
     update = jax.jit(update, donate_argnums=0, out_shardings=(shardings, whole, whole, whole))
     state = LearnerState(params=params, optimizer=jax.jit(optimizer.init, out_shardings=shardings.optimizer)(params))
@@ -112,12 +112,3 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
         state, loss, _, _ = update(state, minibatch)
         progress(number + 1, float(loss))
     return state.params
-
-
-def _state_shardings(model: Model, mesh: jax.sharding.Mesh, optimizer: optax.GradientTransformation) -> LearnerState:
-    """Moments lie where their parameters lie."""
-    parameters = parameter_shardings(model.axes, model.shapes, mesh)
-    shapes = jax.eval_shape(optimizer.init, model.shapes)
-    moments = optax.tree_utils.tree_map_params(optimizer, lambda _, sharding: sharding, shapes, parameters,
-                                               transform_non_params=lambda _: replicated(mesh))
-    return LearnerState(params=parameters, optimizer=moments)

@@ -52,7 +52,7 @@ def test_a_length_gets_the_smallest_bucket_that_holds_it(length):
 
 
 def test_a_length_beyond_the_last_bucket_is_refused():
-    with pytest.raises(ValueError, match="41 tokens do not fit the largest length bucket, 40; raise --max-length"):
+    with pytest.raises(ValueError, match="41 tokens do not fit the largest length bucket, 40; raise --model.max-length"):
         bucket_length(41, (8, 16, 40))
 
 

@@ -164,8 +164,14 @@ def synchronous_reference(config, *, num_steps: int):
     optimizer = config.optimizer.make()
     optimizer_state = optimizer.init(params)
     scored = jax.jit(lambda params, tokens, valid: score(model, params, tokens, valid, temperature=1.0).logprobs)
-    logits_of = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
     key = jax.random.key(config.seed)
+
+    @jax.jit
+    def draw(params, padded, length, request_id):
+        log_probabilities = jax.nn.log_softmax(model.logits(params, model.hidden(params, padded))[0, length - 1])
+        noise = jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, request_id), length), log_probabilities.shape)
+        token = jnp.argmax(log_probabilities + noise)
+        return token, log_probabilities[token]
 
     def play(params, request_id, group_id):
         environment = config.make_environment(Split.TRAIN)
@@ -174,12 +180,8 @@ def synchronous_reference(config, *, num_steps: int):
         while True:
             padded = np.zeros((1, MAX_LENGTH), np.int32)
             padded[0, : len(tokens)] = tokens
-            log_probabilities = jax.nn.log_softmax(logits_of(params, padded)[0, len(tokens) - 1])
-            noise = jax.random.gumbel(
-                jax.random.fold_in(jax.random.fold_in(key, request_id), len(tokens)), log_probabilities.shape
-            )
-            token = int(jnp.argmax(log_probabilities + noise))
-            tokens, mask, logprobs = [*tokens, token], [*mask, True], [*logprobs, float(log_probabilities[token])]
+            token, logprob = (array.item() for array in draw(params, padded, len(tokens), request_id))
+            tokens, mask, logprobs = [*tokens, token], [*mask, True], [*logprobs, logprob]
             step = environment.step(ByteTokenizer().decode(np.asarray([token])))
             reward += step.reward
             if step.done:

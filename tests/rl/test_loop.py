@@ -197,6 +197,12 @@ def synchronous_reference(config, *, num_steps: int):
         arguments = config.loss.arguments
         return decoupled_ppo_loss(logprobs, proximal, sampler, advantages, mask, entropy=entropy, **arguments)[0]
 
+    @jax.jit
+    def learn(params, optimizer_state, *batch):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, optimizer_state = optimizer.update(jax.grad(loss)(params, *batch), optimizer_state, params)
+        return optax.apply_updates(params, updates), optimizer_state
+
     groups, size = config.loop.groups_per_step, config.loop.group_size
     for step in range(num_steps):
         group_ids = [step * groups + group for group in range(groups) for _ in range(size)]
@@ -215,9 +221,7 @@ def synchronous_reference(config, *, num_steps: int):
         proximal = scored(params, tokens, valid)
         batch = (tokens, valid, mask, sampler, proximal, np.broadcast_to(advantages[:, None], mask.shape))
 
-        with jax.numpy_dtype_promotion("standard"):
-            updates, optimizer_state = optimizer.update(jax.grad(loss)(params, *batch), optimizer_state, params)
-        params = optax.apply_updates(params, updates)
+        params, optimizer_state = learn(params, optimizer_state, *batch)
     return params
 
 

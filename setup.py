@@ -19,6 +19,7 @@ setup(
         "numpy>=2.0",
         "optax>=0.2.5",
         "orbax-checkpoint>=0.12",
+        "psutil>=5.9",
         "rich>=13",
         "tensorstore>=0.1.84",
         "tyro>=1.0",

@@ -14,6 +14,7 @@ from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
 from rl.admission import Admission
 from rl.batching import length_buckets
+from rl.budget import check_ring_fits
 from rl.environments import Split
 from rl.exactness import ExactnessProbe
 from rl.learner import Learner, check_batch_rows, published_shapes
@@ -46,13 +47,14 @@ class Foundation:
         )
 
     def check(self) -> None:
-        """Refuses, before anything is compiled or written, what does not divide over the mesh."""
+        """Refuses, before anything is compiled or written, what does not divide over the mesh or fit into host memory."""
         config, options = self.config, self.config.loop
         parameter_shardings(self.model.axes, self.model.shapes, self.mesh)
         check_batch_rows(options.groups_per_step * options.group_size, config.step, self.mesh)
         check_rows("sampler --slots", config.sampler.slots, self.mesh)
         if config.warm_start.updates:
             check_warm_rows(config.warm_start, self.mesh)
+        check_ring_fits(self.published_shapes, capacity=config.snapshots.ring_capacity)
 
     @property
     def parameter_shardings(self) -> Params:

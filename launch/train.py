@@ -47,6 +47,8 @@ def train(foundation: Foundation, run_dir: pathlib.Path, display: Display) -> di
     display.phase("self-test: is a replay bitwise on this platform?")
     exactness = scorer.self_test(loop.live)
     before = _evaluate_both(foundation, make_sampler, loop, display)
+    if loop.source.caveat:
+        display.phase(f"note: --old-logprobs {loop.source.name.value} is an approximation: {loop.source.caveat}")
     display.phase("training")
     rows = []
     loop.run(config.steps, on_step=lambda row: (rows.append(row), display.step(row)))
@@ -105,7 +107,8 @@ def _summary(
         "staleness_mean": sum(row["staleness_mean"] * row["tokens_trained"] for row in rows)
         / max(sum(row["tokens_trained"] for row in rows), 1),
         "staleness_max": max(row["staleness_max"] for row in rows),
-        "exactness_max_error": loop.probe.max_error,
+        "old_logprobs": loop.source.name.value,
+        "exactness_max_error": loop.probe.max_error if loop.probe.num_compared else None,
         "exactness_compared_tokens": loop.probe.num_compared,
         "exactness": exactness,
         "steps": loop.step,
@@ -128,14 +131,17 @@ def _show(summary: dict, run_dir: pathlib.Path, display: Display) -> None:
             ("sampled", percent("sampled_success_before"), percent("sampled_success_after")),
         ],
     )
-    compared = f"{summary['exactness_compared_tokens']:,} tokens"
+    compared = "not compared: no exact old logprobs"
+    if summary["exactness_max_error"] is not None:
+        compared = f"{summary['exactness_max_error']:.1e} nats, {summary['exactness_compared_tokens']:,} tokens"
     display.table(
         "asynchrony and exactness",
         [
             ("trajectories with two or more versions", percent("fraction_multi_version")),
             ("staleness, mean and largest", f"{summary['staleness_mean']:.2f}, {summary['staleness_max']:.0f} versions"),
             ("replay on this platform", f"{summary['exactness']['replay']} ({summary['exactness']['platform']})"),
-            ("ring replay against live scores", f"{summary['exactness_max_error']:.1e} nats, {compared}"),
+            ("old logprobs", summary["old_logprobs"]),
+            ("ring replay against live scores", compared),
             ("seconds", f"{summary['seconds']:.0f}"),
         ],
     )

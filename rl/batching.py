@@ -54,7 +54,7 @@ def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequenc
       A `Batch` of [B, T] arrays.
 
     Raises:
-      ValueError: they do not fit, or lengths differ.
+      ValueError: they do not fit, lengths differ, or a trained token has no anchor.
     """
     longest = max(map(len, trajectories))
     if len(trajectories) > num_rows or longest > length:
@@ -64,6 +64,9 @@ def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequenc
         if len(row) != len(trajectory):
             raise ValueError(f"trajectory {trajectory.request_id} has {len(trajectory)} tokens and {len(row)} proximal logprobs; "
                              "the source must give one a token")
+        if not np.all(np.isfinite(row[trajectory.loss_mask])):
+            raise ValueError(f"trajectory {trajectory.request_id}: a trained token has no finite proximal logprob; "
+                             "the source must anchor every trained token")
 
     def pad(rows, fill):
         return pad_rows(rows, length, fill=fill, num_rows=num_rows)

@@ -4,6 +4,7 @@ While a version is live, `record` scores with it the trajectories that hold its 
 `check` compares the ring's replay, whatever lies between: other versions, host copies, encodings, restarts.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -25,8 +26,13 @@ class ExactnessProbe:
     def __init__(self, scorer: Scorer, *, every: int):
         self._scorer, self._every = scorer, every
         self._live: dict[tuple[int, int], VersionScore] = {}  # by (request id, version)
-        self.max_error = 0.0
+        self._max_error = 0.0
         self.num_compared = 0  # tokens
+
+    @property
+    def max_error(self) -> float:
+        """The largest difference so far, in nats; NaN before anything was compared, for that is no zero."""
+        return self._max_error if self.num_compared else math.nan
 
     def record(self, version: int, params: Params, trajectories: Iterable[Trajectory]) -> None:
         """Scores with the live parameters of `version`; call it just before the next version is published."""
@@ -49,7 +55,7 @@ class ExactnessProbe:
                 difference = np.abs(replayed.astype(np.float64) - live.logprobs)
                 error = max(error, float(np.max(np.where(np.isnan(difference), np.inf, difference))))  # max() overlooks a NaN
                 self.num_compared += len(replayed)
-        self.max_error = max(self.max_error, error)
+        self._max_error = max(self._max_error, error)
         return error
 
     def forget(self, trajectories: Iterable[Trajectory]) -> None:
@@ -63,11 +69,11 @@ class ExactnessProbe:
 
     def state(self) -> dict:
         """Records and counters as plain arrays and JSON values."""
-        return {"max_error": self.max_error, "num_compared": self.num_compared,
+        return {"max_error": self._max_error, "num_compared": self.num_compared,
                 "live": [{"request_id": request_id, "version": version, "logprobs": scored.logprobs, "bucket": [*scored.bucket]}
                          for (request_id, version), scored in self._live.items()]}
 
     def restore(self, state: dict) -> None:
-        self.max_error, self.num_compared = state["max_error"], state["num_compared"]
+        self._max_error, self.num_compared = state["max_error"], state["num_compared"]
         self._live = {(record["request_id"], record["version"]): VersionScore(record["logprobs"], Bucket(*record["bucket"]))
                       for record in state["live"]}

@@ -108,6 +108,11 @@ class Loop:
         """What is known of the run's exactness so far."""
         return self._rooms.probe
 
+    @property
+    def source(self) -> OldLogprobSource:
+        """Where the anchors come from."""
+        return self._rooms.source
+
     def run(self, num_steps: int, on_step: Callable[[dict], None] = lambda metrics: None) -> None:
         """Runs learner steps until `num_steps` are done in all; `on_step` is told each one's metrics."""
         while self.step < num_steps:

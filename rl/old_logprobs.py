@@ -44,13 +44,18 @@ class OldLogprobSource(abc.ABC):
 
     Attributes:
       name: its name in the switch.
-      exact: the anchors are the old logprobs.
+      caveat: what a user of an approximation must know; None for an exact source.
       inside: the function to call inside the step, for a source that acts there.
     """
 
     name: SourceName
-    exact: bool = False
+    caveat: str | None = None
     inside: AnchorFunction | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the anchors are the old logprobs."""
+        return self.caveat is None
 
     @abc.abstractmethod
     def anchor(self, trajectories: Sequence[Trajectory], params: Params) -> Anchored:
@@ -61,7 +66,6 @@ class SnapshotSource(OldLogprobSource):
     """Exact. Each version in the batch, newest first, scores the rows that hold it, up to their last token of it."""
 
     name = SourceName.SNAPSHOT
-    exact = True
 
     def __init__(self, ring: SnapshotRing, scorer: Scorer):
         self._ring, self._scorer = ring, scorer
@@ -110,6 +114,7 @@ class RecomputeSource(OldLogprobSource):
     """Approximate: what most systems call old. The policy has moved on since the tokens were sampled."""
 
     name = SourceName.RECOMPUTE
+    caveat = "all staleness counts as discrepancy, and the clip sees none of it in the first minibatch"
 
     def __init__(self, scorer: Scorer):
         self._scorer = scorer
@@ -134,6 +139,7 @@ class SamplerSource(OldLogprobSource):
     """Approximate: the discrepancy ratio is 1 and the staleness ratio carries the engine's numerics too."""
 
     name = SourceName.SAMPLER
+    caveat = "the engine's numerics count as staleness, and no discrepancy is seen"
     inside = staticmethod(_sampler_anchor)
 
     def anchor(self, trajectories: Sequence[Trajectory], params: Params) -> Anchored:

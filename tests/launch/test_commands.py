@@ -196,6 +196,7 @@ def test_evaluate_takes_top_p_and_names_missing_versions(run_dir, capsys):
         (["nosuch"], ["nosuch", "quickstart"]),
         (["--top-p", "0.9"], ["--top-p", "0.9", "1"]),
         (["--ring-capacity", "4", "--max-staleness", "4"], ["4", "5", "--ring-capacity"]),
+        (["--ring-capacity", "1000000"], ["1000000", "GiB", "--ring-capacity"]),
         (["--fsdp", "8", "--groups-per-step", "3"], ["24", "8"]),
         (["--minibatches", "7"], ["64", "7"]),
         (["--fsdp", "16"], ["16", "8"]),

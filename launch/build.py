@@ -6,10 +6,11 @@ import pathlib
 
 import jax
 
+from launch import run_directory
 from launch.config import Config
-from launch.mesh import make_mesh
+from launch.mesh import make_mesh, make_sampler_mesh
 from models.config import ModelConfig
-from models.sharding import check_rows, num_batch_shards, parameter_shardings
+from models.sharding import DECODE_RULES, check_rows, num_batch_shards, parameter_shardings
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
 from rl.admission import Admission
@@ -27,6 +28,7 @@ from rl.sampler import Sampler
 from rl.scorer import Bucket, Scorer
 from rl.snapshot_store import SnapshotStore
 from rl.snapshots import SnapshotRing
+from rl.timeline import Timeline
 from rl.warmstart import check_warm_rows
 
 
@@ -36,25 +38,29 @@ class Foundation:
 
     config: Config
     model: Model
-    mesh: jax.sharding.Mesh
+    mesh: jax.sharding.Mesh  # of learner and scorer
     lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, config: Config) -> "Foundation":
         model_config: ModelConfig = config.model
-        return cls(
-            config, Model(model_config), make_mesh(config.mesh), length_buckets(model_config.max_length, config.length_buckets)
-        )
+        lengths = length_buckets(model_config.max_length, config.length_buckets)
+        return cls(config, Model(model_config), make_mesh(config.mesh, reserved=config.sampler.sampler_devices), lengths)
 
     def check(self) -> None:
         """Refuses, before anything is compiled or written, what does not divide over the mesh or fit into host memory."""
         config, options = self.config, self.config.loop
         parameter_shardings(self.model.axes, self.model.shapes, self.mesh)
         check_batch_rows(options.groups_per_step * options.group_size, config.step, self.mesh)
-        check_rows("sampler --slots", config.sampler.slots, self.mesh)
+        check_rows("sampler --slots", config.sampler.slots, self.sampler_mesh)
+        parameter_shardings(self.model.axes, self.model.shapes, self.sampler_mesh, DECODE_RULES)
         if config.warm_start.updates:
             check_warm_rows(config.warm_start, self.mesh)
         check_ring_fits(self.published_shapes, capacity=config.snapshots.ring_capacity)
+
+    @property
+    def sampler_mesh(self) -> jax.sharding.Mesh:
+        return make_sampler_mesh(self.config.sampler, self.mesh)
 
     @property
     def parameter_shardings(self) -> Params:
@@ -87,7 +93,7 @@ class Foundation:
         stop = self.config.make_environment(Split.TRAIN).stop
         engine = PolicyEngine(
             self.model,
-            self.mesh,
+            self.sampler_mesh,
             slots=options.slots,
             max_steps=options.decode_steps_per_call,
             temperature=options.temperature,
@@ -139,6 +145,7 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
         source=source,
         probe=probe,
         ledger=Ledger(run_dir / "ledger"),
-        metrics=MetricsWriter(run_dir / "metrics.jsonl"),
+        metrics=MetricsWriter(run_dir / run_directory.METRICS),
+        timeline=Timeline(run_dir / "timeline.jsonl"),
     )
     return Loop(rooms, options, lengths=foundation.lengths, seed=config.seed)

@@ -16,7 +16,7 @@ from models.config import ModelConfig, Precision
 from models.tokenizer import ByteTokenizer
 from rl.environments import ArithmeticOptions, Environment, EnvironmentName, FrozenLakeOptions, Split, make
 from rl.learner import LossOptions, OptimizerOptions, StepOptions
-from rl.loop import LoopOptions
+from rl.loop import LoopOptions, Schedule
 from rl.old_logprobs import SourceName
 from rl.sampler import Swap
 from rl.snapshots import check_capacity
@@ -34,8 +34,10 @@ class MeshOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerOptions:
-    """The sampling engine and its slots."""
+    """The sampling engine, its devices and its slots."""
 
+    sampler_devices: int = 0  # devices of its own, after those of the mesh; 0: it shares the learner's
+    sampler_tensor: int = 1  # how many of them divide a layer's heads
     slots: int = 64
     decode_steps_per_call: int = 8  # most decode steps in one device call
     temperature: float = 1.0  # of sampling and of scoring: there is only one
@@ -76,12 +78,26 @@ class Config:
     evaluation_episodes: int = 256  # held-out instances
     seed: int = 0
     steps: int = 60  # learner steps
+    checkpoint_every: int = 16  # learner steps between two checkpoints; 0: none but when asked to stop
     run_dir: pathlib.Path | None = None  # default: runs/, the date and time, and the config's name
 
     def make_environment(self, split: Split) -> Environment:
         """One environment of the configured family."""
         options = {EnvironmentName.FROZEN_LAKE: self.frozen_lake, EnvironmentName.ARITHMETIC: self.arithmetic}
         return make(self.environment, split, options[self.environment])
+
+
+@dataclasses.dataclass(frozen=True)
+class Invocation(Config):
+    """One call of `launch.train`: an experiment, and how to come by its run."""
+
+    resume: bool = False  # go on from the newest checkpoint in --run-dir, with the config of that run
+    repeat: pathlib.Path | None = None  # run again, in one thread, in the order that this run of --schedule threads recorded
+
+    @property
+    def config(self) -> Config:
+        """The experiment alone."""
+        return Config(**{field.name: self.__dict__[field.name] for field in dataclasses.fields(Config)})
 
 
 class ConfigError(ValueError):
@@ -104,19 +120,23 @@ def load_config(name: str) -> Config:
     return importlib.import_module(f"launch.configs.{name}").config()
 
 
-def parse(arguments: Sequence[str], *, program: str) -> tuple[str, Config]:
-    """`[CONFIG] [--option value ...]` to the config's name and the config. Exits with a message on unknown options."""
+def parse(arguments: Sequence[str], *, program: str) -> tuple[str, Invocation]:
+    """`[CONFIG] [--option value ...]` to the config's name and what is asked for. Exits with a message on unknown options."""
     arguments = list(arguments)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "quickstart"
-    config = tyro.cli(
-        Config,
-        default=load_config(name),
+    return name, parse_options(arguments, load_config(name), program=f"{program} {name}")
+
+
+def parse_options(arguments: Sequence[str], default: Config, *, program: str) -> Invocation:
+    """Options on top of a config. Exits with a message on unknown ones."""
+    return tyro.cli(
+        Invocation,
+        default=Invocation(**default.__dict__),
         args=arguments,
-        prog=f"{program} {name}",
+        prog=program,
         description=f"Configs: {', '.join(config_names())} (the first argument; default quickstart).",
-        config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagConversionOff),
+        config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff),
     )
-    return name, config
 
 
 def check(config: Config) -> None:
@@ -150,13 +170,20 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"--group-size is {config.loop.group_size}, wanted at least 2: an advantage compares the members of a group"
         )
-    for option, value in {
-        "--steps": config.steps,
-        "--groups-per-step": config.loop.groups_per_step,
-        "--publish-every": config.loop.publish_every,
-        "--decode-steps-per-call": config.sampler.decode_steps_per_call,
-        "--persist-every": config.snapshots.persist_every,
+    for option, (value, minimum) in {
+        "--steps": (config.steps, 1),
+        "--groups-per-step": (config.loop.groups_per_step, 1),
+        "--publish-every": (config.loop.publish_every, 1),
+        "--decode-steps": (config.loop.decode_steps, 1),
+        "--decode-steps-per-call": (config.sampler.decode_steps_per_call, 1),
+        "--sampler-devices": (config.sampler.sampler_devices, 0),
+        "--sampler-tensor": (config.sampler.sampler_tensor, 1),
+        "--persist-every": (config.snapshots.persist_every, 1),
+        "--exactness-every": (config.snapshots.exactness_every, 0),
+        "--checkpoint-every": (config.checkpoint_every, 0),
     }.items():
-        if value < 1:
-            raise ConfigError(f"{option} is {value}, wanted at least 1")
+        if value < minimum:
+            raise ConfigError(f"{option} is {value}, wanted at least {minimum}")
+    if config.loop.schedule is Schedule.THREADS and config.snapshots.ring_capacity < 2:
+        raise ConfigError("--ring-capacity is 1, wanted 2 or more with --schedule threads: one version serves while one is put")
     check_capacity(config.snapshots.ring_capacity, config.loop.max_staleness)

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 from importlib import metadata
 
@@ -12,7 +13,7 @@ import cattrs.preconf.json
 
 from launch.config import Config, ConfigError
 
-CONFIG, SUMMARY = "config.json", "summary.json"
+CONFIG, SUMMARY, METRICS = "config.json", "summary.json", "metrics.jsonl"
 PACKAGES = (
     "exactor",
     "jax",
@@ -49,11 +50,46 @@ def create(config: Config, name: str) -> pathlib.Path:
             f"--run-dir {run_dir} exists and is not empty; a run never writes into another's directory: choose another"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
-    versions = {package: _version(package) for package in PACKAGES}
-    write_json(
-        run_dir / CONFIG, {"name": name, "config": _converter().unstructure(config), "versions": versions, "commit": _commit()}
-    )
+    write_json(run_dir / CONFIG, {"name": name, "config": _converter().unstructure(config), **_origin()})
     return run_dir
+
+
+def reopen(run_dir: pathlib.Path, config: Config) -> str | None:
+    """Prepares a run's directory for going on with `config`, which may have other `steps` than before.
+
+    Returns:
+      What has changed since the run was begun, in words, or None: then its bits are those of an unbroken run.
+
+    Raises:
+      ConfigError: no run lies there, or it has ended.
+    """
+    content = _read(run_dir)
+    content["config"]["steps"] = config.steps
+    write_json(run_dir / CONFIG, content)
+    (run_dir / SUMMARY).unlink(missing_ok=True)
+    before, now = ({**origin["versions"], "commit": origin["commit"]} for origin in (content, _origin()))
+    changes = [f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
+    return ", ".join(changes) or None
+
+
+def clear(run_dir: pathlib.Path) -> None:
+    """Empties the directory of a run that stopped before its first checkpoint, but for its config."""
+    for path in run_dir.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != CONFIG:
+            path.unlink()
+
+
+def _origin() -> dict:
+    return {"versions": {package: _version(package) for package in PACKAGES}, "commit": _commit()}
+
+
+def _read(run_dir: pathlib.Path) -> dict:
+    path = run_dir / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} holds no {CONFIG}; wanted the directory that launch.train wrote its run to")
+    return json.loads(path.read_text())
 
 
 def read_config(run_dir: pathlib.Path) -> Config:
@@ -63,14 +99,18 @@ def read_config(run_dir: pathlib.Path) -> Config:
       ConfigError: no run lies there, or one that another version of this code wrote.
     """
     path = run_dir / CONFIG
-    if not path.is_file():
-        raise ConfigError(f"{run_dir} holds no {CONFIG}; wanted the directory that launch.train wrote its run to")
+    content = _read(run_dir)
     try:
-        return _converter().structure(json.loads(path.read_text())["config"], Config)
+        return _converter().structure(content["config"], Config)
     except (cattrs.BaseValidationError, KeyError, ValueError) as error:
         raise ConfigError(
             f"{path} does not describe a config of this version: {error}; check out the commit that it names"
         ) from error
+
+
+def read_metrics(run_dir: pathlib.Path) -> list[dict]:
+    """The rows of `metrics.jsonl`, one a learner step."""
+    return [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
 
 
 def write_json(path: pathlib.Path, content: dict) -> None:

@@ -1,8 +1,13 @@
 """Trains a policy: warm start, asynchronous reinforcement learning, and a table of what came of it.
 
-python -m launch.train [CONFIG] [--option value ...]
+    python -m launch.train [CONFIG] [--option value ...]
+    python -m launch.train --resume --run-dir DIR      goes on where a stopped run was
+    python -m launch.train --repeat RUN_DIR            runs a threaded run again, in one thread, to the same bits
+
+SIGTERM, or Ctrl-C, ends the learner step under way, writes a checkpoint and exits with status 0. A second Ctrl-C does not wait.
 """
 
+import dataclasses
 import functools
 import pathlib
 import sys
@@ -10,142 +15,189 @@ import time
 
 from launch import run_directory
 from launch.build import Foundation, build_loop
-from launch.config import check, parse
+from launch.config import Config, ConfigError, Invocation, check, parse, parse_options
 from launch.display import Display
+from launch.stopping import StopRequest
+from launch.summary import show, summarise
 from models.transformer import Params
+from rl.checkpoint import RunCheckpoints
 from rl.environments import Split
-from rl.evaluation import Evaluation, evaluate
-from rl.loop import Loop
+from rl.evaluation import evaluate
+from rl.loop import Loop, Schedule
+from rl.threads import Interleaving, Operation, Repeat, Threads, read_interleaving
 from rl.warmstart import warm_start
+
+PROGRAM = "python -m launch.train"
+INTERLEAVING = "interleaving.txt"
 
 
 def main(arguments: list[str]) -> int:
+    stop = StopRequest()
     try:
-        name, config = parse(arguments, program="python -m launch.train")
+        name, invocation = parse(arguments, program=PROGRAM)
+        if invocation.resume or invocation.repeat:
+            invocation = _as_before(arguments, invocation)
+        config = invocation.config
         check(config)
         foundation = Foundation.of(config)
         foundation.check()
-        run_dir = run_directory.create(config, name)
+        order = read_interleaving(invocation.repeat / INTERLEAVING) if invocation.repeat else None
+        changes = run_directory.reopen(config.run_dir, config) if invocation.resume else None
+        run_dir = config.run_dir if invocation.resume else run_directory.create(config, name)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    with Display(config.steps) as display:
-        train(foundation, run_dir, display)
+    with Display(config.steps) as display, stop.listening():
+        if changes:
+            display.phase(f"note: not the packages or the commit that the run was begun with: {changes}")
+        Run(foundation, run_dir, display, stop=stop, order=order).train(resume=invocation.resume)
     return 0
 
 
-def train(foundation: Foundation, run_dir: pathlib.Path, display: Display) -> dict:
-    """One run from random weights to `summary.json`, which it also returns."""
-    started = time.perf_counter()
-    config = foundation.config
-    display.phase(f"{config.environment.value}: run directory {run_dir}")
-    make_sampler = foundation.sampler_factory()
-    params = _warm_started(foundation, display)
-    scorer = foundation.scorer()
-    loop = build_loop(foundation, run_dir, make_sampler(), scorer)
-    loop.start(params)
-    display.phase("self-test: is a replay bitwise on this platform?")
-    exactness = scorer.self_test(loop.live)
-    before = _evaluate_both(foundation, make_sampler, loop, display)
-    if loop.source.caveat:
-        display.phase(f"note: --old-logprobs {loop.source.name.value} is an approximation: {loop.source.caveat}")
-    display.phase("training")
-    rows = []
-    loop.run(config.steps, on_step=lambda row: (rows.append(row), display.step(row)))
-    loop.finish()
-    after = _evaluate_both(foundation, make_sampler, loop, display)
-    summary = _summary(rows, loop, exactness, before, after) | {"seconds": time.perf_counter() - started}
-    run_directory.write_json(run_dir / run_directory.SUMMARY, summary)
-    _show(summary, run_dir, display)
-    return summary
+def _as_before(arguments: list[str], invocation: Invocation) -> Invocation:
+    """The invocation on top of the config of the run that it names.
+
+    Raises:
+      ConfigError: it names none, or its options are not those of that run.
+    """
+    if invocation.resume and invocation.repeat:
+        raise ConfigError("--resume goes on with a run and --repeat does one again; give one of them")
+    if invocation.resume and invocation.run_dir is None:
+        raise ConfigError("--resume wants --run-dir, the directory of the run to go on with")
+    before = run_directory.read_config(invocation.run_dir if invocation.resume else invocation.repeat)
+    before = dataclasses.replace(before, run_dir=invocation.run_dir)
+    options = arguments[not arguments[0].startswith("-") :]
+    asked = parse_options(options, before, program=PROGRAM)
+    for field in dataclasses.fields(Config):
+        saved, wanted = before.__dict__[field.name], asked.__dict__[field.name]
+        if saved != wanted and field.name != "steps":
+            raise ConfigError(f"{field.name} is {wanted}, but that run has {saved}; only --steps may change")
+    return asked
 
 
-def _warm_started(foundation: Foundation, display: Display) -> Params:
-    config = foundation.config
-    display.phase(f"warm start: imitating the scripted expert, {config.warm_start.updates} updates")
-    return warm_start(
-        foundation.model,
-        foundation.initial_params(),
-        foundation.mesh,
-        functools.partial(config.make_environment, Split.TRAIN),
-        config.warm_start,
-        seed=config.seed,
-        lengths=foundation.lengths,
-    )
+class Run:
+    """One run from random weights, or from a checkpoint, to `summary.json`.
 
+    Args:
+      foundation: config, model and meshes.
+      run_dir: where everything goes.
+      display: what a person sees of it.
+      stop: when to end early.
+      order: that of a threaded run which this one repeats.
+    """
 
-def _evaluate_both(foundation: Foundation, make_sampler, loop: Loop, display: Display) -> tuple[Evaluation, Evaluation]:
-    """Held-out success of the live policy: greedy, and sampled at the training temperature."""
-    config = foundation.config
-    display.phase(f"evaluating version {loop.version} on {config.evaluation_episodes} held-out instances")
-    results = []
-    for greedy in (True, False):
-        sampler = make_sampler()
-        sampler.publish(loop.version, loop.live)
-        results.append(
-            evaluate(
+    def __init__(self, foundation: Foundation, run_dir: pathlib.Path, display: Display, *, stop: StopRequest | None = None,
+                 order: list[list[Operation]] | None = None):
+        self._foundation, self._config, self._run_dir, self._display = foundation, foundation.config, run_dir, display
+        self._stop, self._order = stop or StopRequest(), order
+        self._started = time.perf_counter()
+        self._facts: dict = {"seconds": 0.0}  # what is known of the run beside its rows: exactness, success before, time spent
+        self._checkpoints = RunCheckpoints(run_dir / "checkpoints")
+
+    def train(self, *, resume: bool = False) -> dict | None:
+        """Trains, and writes and returns the summary; None when it was asked to stop."""
+        self._display.phase(f"{self._config.environment.value}: run directory {self._run_dir}")
+        self._make_sampler = self._foundation.sampler_factory()
+        scorer = self._foundation.scorer()
+        saved = self._checkpoints.latest() if resume else None
+        if resume and saved is None:
+            self._display.phase("note: no checkpoint yet, so the run begins anew")
+            self._checkpoints.close()
+            run_directory.clear(self._run_dir)
+        params = self._warm_started() if saved is None else None
+        loop = self._loop = build_loop(self._foundation, self._run_dir, self._make_sampler(), scorer)
+        self._schedule = self._make_schedule(loop)
+        if saved is None:
+            loop.start(params)
+        else:
+            step, state = saved
+            self._display.phase(f"going on after learner step {step}")
+            self._schedule.restore(state["run"])
+            self._facts = state["facts"]
+        if "before" not in self._facts and not self._stop.requested:
+            self._display.phase("self-test: is a replay bitwise on this platform?")
+            self._facts |= {"exactness": scorer.self_test(loop.live), "before": self._evaluate()}
+            self._checkpoint()
+        self._advance()
+        if loop.step < self._config.steps:
+            self._checkpoint()
+            self._checkpoints.close()
+            go_on = f"{PROGRAM} --resume --run-dir {self._run_dir}"
+            self._display.phase(f"stopped after learner step {loop.step}; go on with: {go_on}")
+            return None
+        return self._conclude()
+
+    def _warm_started(self) -> Params:
+        config = self._config
+        self._display.phase(f"warm start: imitating the scripted expert, {config.warm_start.updates} updates")
+        return warm_start(
+            self._foundation.model,
+            self._foundation.initial_params(),
+            self._foundation.mesh,
+            functools.partial(config.make_environment, Split.TRAIN),
+            config.warm_start,
+            seed=config.seed,
+            lengths=self._foundation.lengths,
+        )
+
+    def _make_schedule(self, loop: Loop) -> Loop | Threads | Repeat:
+        if self._order is not None:
+            return Repeat(loop, self._order)
+        if self._config.loop.schedule is Schedule.LOCKSTEP:
+            return loop
+        if self._foundation.sampler_mesh is self._foundation.mesh:
+            self._display.phase("note: sampler and learner share their devices, so they take turns; see --sampler-devices")
+        return Threads(loop, Interleaving(self._run_dir / INTERLEAVING))
+
+    def _advance(self) -> None:
+        """Learner steps, with a checkpoint every so many, until all are done or a stop is asked for."""
+        loop, steps, every = self._loop, self._config.steps, self._config.checkpoint_every
+        if loop.source.caveat:
+            self._display.phase(f"note: --old-logprobs {loop.source.name.value} is an approximation: {loop.source.caveat}")
+        self._display.phase("training")
+        while loop.step < steps and not self._stop.requested:
+            until = min(steps, (loop.step // every + 1) * every) if every else steps
+            self._schedule.run(until, self._display.step, lambda: self._stop.requested)
+            if loop.step == until < steps and not self._stop.requested:
+                self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        """A repeated run has none of its own: taking one is part of the order that it repeats."""
+        if self._order is None and self._config.checkpoint_every or self._stop.requested:
+            facts = self._facts | {"seconds": self._seconds()}
+            self._checkpoints.save(self._loop.step, {"run": self._schedule.state(), "facts": facts})
+
+    def _conclude(self) -> dict:
+        self._loop.finish()
+        self._checkpoints.close()
+        after = self._evaluate()
+        rows = run_directory.read_metrics(self._run_dir)
+        summary = summarise(rows, self._loop, self._facts | {"after": after, "seconds": self._seconds()})
+        run_directory.write_json(self._run_dir / run_directory.SUMMARY, summary)
+        show(summary, self._display)
+        self._display.phase(f"done; verify with: python -m launch.audit {self._run_dir} --replay 50")
+        return summary
+
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out success of the live policy: greedy, and sampled at the training temperature."""
+        config, loop = self._config, self._loop
+        self._display.phase(f"evaluating version {loop.version} on {config.evaluation_episodes} held-out instances")
+        success = {}
+        for name, greedy in (("greedy", True), ("sampled", False)):
+            sampler = self._make_sampler()
+            sampler.publish(loop.version, loop.live)
+            success[name] = evaluate(
                 sampler,
                 functools.partial(config.make_environment, Split.HELD_OUT),
                 num_episodes=config.evaluation_episodes,
                 greedy=greedy,
                 max_length=config.model.max_length,
-            )
-        )
-    return tuple(results)
+            ).success
+        return success
 
-
-def _summary(
-    rows: list[dict], loop: Loop, exactness: dict, before: tuple[Evaluation, Evaluation], after: tuple[Evaluation, Evaluation]
-) -> dict:
-    trained = sum(row["trajectories"] for row in rows)
-    return {
-        "success_before": before[0].success,
-        "success_after": after[0].success,
-        "sampled_success_before": before[1].success,
-        "sampled_success_after": after[1].success,
-        "fraction_multi_version": sum(row["fraction_multi_version"] * row["trajectories"] for row in rows) / trained,
-        "staleness_mean": sum(row["staleness_mean"] * row["tokens_trained"] for row in rows)
-        / max(sum(row["tokens_trained"] for row in rows), 1),
-        "staleness_max": max(row["staleness_max"] for row in rows),
-        "old_logprobs": loop.source.name.value,
-        "exactness_max_error": loop.probe.max_error if loop.probe.num_compared else None,
-        "exactness_compared_tokens": loop.probe.num_compared,
-        "exactness": exactness,
-        "steps": loop.step,
-        "versions": loop.version,
-        "trajectories_trained": trained,
-        "skipped_publishes": rows[-1]["skipped_publishes"],
-        "dropped_stale": rows[-1]["dropped_stale"],
-    }
-
-
-def _show(summary: dict, run_dir: pathlib.Path, display: Display) -> None:
-    def percent(name: str) -> str:
-        return f"{summary[name]:.1%}"
-
-    display.table(
-        "held-out success",
-        [
-            ("", "before", "after"),
-            ("greedy", percent("success_before"), percent("success_after")),
-            ("sampled", percent("sampled_success_before"), percent("sampled_success_after")),
-        ],
-    )
-    compared = "not compared: no exact old logprobs"
-    if summary["exactness_max_error"] is not None:
-        compared = f"{summary['exactness_max_error']:.1e} nats, {summary['exactness_compared_tokens']:,} tokens"
-    display.table(
-        "asynchrony and exactness",
-        [
-            ("trajectories with two or more versions", percent("fraction_multi_version")),
-            ("staleness, mean and largest", f"{summary['staleness_mean']:.2f}, {summary['staleness_max']:.0f} versions"),
-            ("replay on this platform", f"{summary['exactness']['replay']} ({summary['exactness']['platform']})"),
-            ("old logprobs", summary["old_logprobs"]),
-            ("ring replay against live scores", compared),
-            ("seconds", f"{summary['seconds']:.0f}"),
-        ],
-    )
-    display.phase(f"done; verify with: python -m launch.audit {run_dir} --replay 50")
+    def _seconds(self) -> float:
+        """Of the whole run, those before a stop included."""
+        return self._facts["seconds"] + time.perf_counter() - self._started
 
 
 if __name__ == "__main__":

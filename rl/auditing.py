@@ -1,7 +1,7 @@
 """The arithmetic of an audit: is the ledger whole, every trained token anchored to the version that sampled it, replay equal?
 
     check_ledger       the chain, the head, every digest recomputed from the arrays, every trained token in one row of its version
-    check_snapshots    every file of every persisted snapshot, and that segments were scored with these very snapshots
+    check_snapshots    every file and every value of every persisted snapshot, and that segments were scored with these very ones
     choose_segments    a sample of the segments that can be scored again
     compare            recorded old logprobs against replayed ones, bit by bit
 
@@ -16,6 +16,7 @@ import pathlib
 import zipfile
 from collections.abc import Iterable
 
+import jax
 import numpy as np
 
 from rl import ledger
@@ -30,7 +31,7 @@ _FORMS = {
         "context_digest": str, "tokens_digest": str, "snapshot_digest": str | None, "old_logprobs_digest": str | None,
         "bucket": dict | None,
     },
-    "snapshot": {**_COMMON, "version": int, "digest": str, "files": dict},
+    "snapshot": {**_COMMON, "version": int, "digest": str},
 }  # fmt: skip
 _UNREADABLE = (ValueError, OSError, EOFError, RuntimeError, zipfile.BadZipFile)  # what numpy raises on damaged archives
 
@@ -116,8 +117,12 @@ def check_snapshots(store: SnapshotStore, rows: Iterable[dict]) -> SnapshotRepor
             recorded.add(row["version"])
             digests[row["version"]].setdefault(row["digest"], _name(row))
             report.num_snapshots += 1
-            report.num_files += len(row["files"])
-            report.failures += _snapshot_failures(store, row)
+            try:
+                files, failures = _snapshot_files(store, row["version"])
+                report.num_files += len(files)
+                report.failures += failures or _value_failures(store, row)
+            except SnapshotCorrupt as error:
+                report.failures.append(str(error))
         elif row["kind"] == "segment" and row["scored_version"] is not None:
             digests[row["scored_version"]].setdefault(row["snapshot_digest"], _name(row))
     for version, names in sorted(digests.items()):
@@ -292,19 +297,25 @@ def _segment_faults(row: dict, header: dict, arrays: dict[str, np.ndarray]) -> l
     return [fault for holds, fault in checks if not holds]
 
 
-def _snapshot_failures(store: SnapshotStore, row: dict) -> list[str]:
-    """What is wrong with a persisted snapshot, given its row."""
-    version, files = row["version"], row["files"]
+def _snapshot_files(store: SnapshotStore, version: int) -> tuple[dict[str, str], list[str]]:
+    """The files that a snapshot's manifest names, and what is wrong with them now."""
     name = f"snapshot version {version} at {store.path(version)}"
-    now = store.files_now(version)
+    files, now = store.files(version), store.files_now(version)
     failures = [f"{name}: {file} is missing" for file in sorted(files.keys() - now.keys())]
-    failures += [f"{name}: {file} is there, but the ledger does not name it" for file in sorted(now.keys() - files.keys())]
+    failures += [f"{name}: {file} is there, but the manifest does not name it" for file in sorted(now.keys() - files.keys())]
     failures += [f"{name}: {file} was changed: SHA-256 {now[file]}, wanted {files[file]}"
                  for file in sorted(files.keys() & now.keys()) if files[file] != now[file]]
-    try:
-        recorded = store.files(version), store.digest(version)
-    except SnapshotCorrupt as error:
-        return [*failures, str(error)]
-    if recorded != (files, row["digest"]):
-        failures.append(f"{name}: its manifest names other digests than the ledger")
-    return failures
+    return files, failures
+
+
+def _value_failures(store: SnapshotStore, row: dict) -> list[str]:
+    """What is wrong with the values of a persisted snapshot whose files are whole, given its row."""
+    version = row["version"]
+    name = f"snapshot version {version} at {store.path(version)}"
+    if store.digest(version) != row["digest"]:
+        return [f"{name}: its manifest names digest {store.digest(version)}, but the ledger {row['digest']}"]
+    try:  # a manifest can be forged together with the files; values cannot
+        store.load(version, store.abstract(version, jax.sharding.SingleDeviceSharding(jax.local_devices()[0])))
+    except _UNREADABLE as error:  # SnapshotCorrupt is one of them
+        return [f"{name}: {error}"]
+    return []

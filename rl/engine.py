@@ -74,6 +74,7 @@ class PolicyEngine(engine_api.Engine):
         self._is_stop = jax.device_put(is_stop, replicated(mesh))
 
         state_shardings = self._state_shardings()
+        self._parameter_shardings = parameter_shardings(model.axes, model.shapes, mesh, DECODE_RULES)
         self._load = jax.jit(functools.partial(decode.prepare, model), out_shardings=self._weight_shardings())
         self._init = jax.jit(functools.partial(sampling.empty_state, model, slots), out_shardings=state_shardings)
         self._prefill = jax.jit(functools.partial(sampling.prefill, model), out_shardings=replicated(mesh))
@@ -92,7 +93,11 @@ class PolicyEngine(engine_api.Engine):
     # --- JetStream's contract ---
 
     def load_params(self, params: Params, version: int) -> LoadedPolicy:
-        """Published parameters (float32 or bfloat16, stacked layers) laid out for decoding, stamped with their version."""
+        """Published parameters (float32 or bfloat16, stacked layers) laid out for decoding, stamped with their version.
+
+        They may lie on other devices, in whatever shards; then they are copied to this engine's.
+        """
+        params = jax.device_put(params, self._parameter_shardings)
         return LoadedPolicy(weights=self._load(params), version=self._device(np.int32(version)))
 
     def prefill(self, *, params: LoadedPolicy, existing_prefix: Prefix | None = None, padded_tokens: jax.Array, true_length: int,

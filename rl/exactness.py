@@ -30,6 +30,11 @@ class ExactnessProbe:
         self.num_compared = 0  # tokens
 
     @property
+    def is_on(self) -> bool:
+        """Whether it follows any trajectory at all."""
+        return self._every > 0
+
+    @property
     def max_error(self) -> float:
         """The largest difference so far, in nats; NaN before anything was compared, for that is no zero."""
         return self._max_error if self.num_compared else math.nan
@@ -65,7 +70,7 @@ class ExactnessProbe:
                 self._live.pop((trajectory.request_id, version), None)
 
     def _follows(self, request_id: int) -> bool:
-        return self._every > 0 and request_id % self._every == 0
+        return self.is_on and request_id % self._every == 0
 
     def state(self) -> dict:
         """Records and counters as plain arrays and JSON values."""

@@ -131,8 +131,10 @@ class Ledger:
         self._append([header, *segments])
         self._step = step
 
-    def record_snapshot(self, version: int, digest: str, files: dict[str, str]) -> None:
-        """Writes that a snapshot was persisted: its `params_digest`, and the SHA-256 of its files by path.
+    def record_snapshot(self, version: int, digest: str) -> None:
+        """Writes that a snapshot was persisted, with its `params_digest`.
+
+        Its files are in the snapshot's own manifest, not here: they hold times, and equal runs have equal ledgers.
 
         Raises:
           ValueError: this version was recorded before.
@@ -140,7 +142,7 @@ class Ledger:
         if version in self._snapshots:
             raise ValueError(f"snapshot version {version} is in the ledger already, wanted each once; ask `snapshots` first")
         self._check_fresh()
-        self._append([{"kind": "snapshot", "version": version, "digest": digest, "files": files}])
+        self._append([{"kind": "snapshot", "version": version, "digest": digest}])
         self._snapshots.add(version)
 
     def close(self) -> None:

@@ -1,14 +1,17 @@
 """The program: asynchronous reinforcement learning with exact old logits, from prompt to publish.
 
-    admit     prompts become rollouts, as many as the credit allows
-    collect   the sampler decodes, environments answer, finished groups queue up
-    assemble  advantages; each token's anchor, from the old-logprob source; the ledger's rows
-    train     one learner step of decoupled PPO
-    publish   ring first, then sampler: rollouts under way go on under the new version
+    the sampler's side                                      the learner's side
 
-This is the `lockstep` schedule: one thread, a stated number of decode steps per learner step, and so a chosen staleness; the run
-is a function of its configuration and seed, bit by bit. Asynchrony is real all the same: rollouts do not wait for the learner,
-they cross versions, and what is trained was sampled some versions ago.
+    begin_round  a newer policy is taken up; prompts        take      a batch of finished groups
+                 become rollouts, as the credit allows      learn     advantages; each token's anchor, from the old-logprob
+    roll         the sampler decodes, environments answer             source; the ledger's rows; one step of decoupled PPO
+    end_round    versions are pinned, finished groups       end_step  versions are released, there is credit again
+                 queue up                                   publish   into the ring, then offered to the sampler
+
+Rollouts do not wait for the learner: they cross versions, and what is trained was sampled some versions ago. The two sides meet
+only in the short operations (all but `roll`, `learn` and `snapshot`), and these in some order: the *interleaving*. A run is a
+function of configuration, seed and interleaving, bit by bit. `run` below is the `lockstep` schedule, in which a stated
+number of decode steps comes with each learner step; `rl.threads` runs both sides at once, and again in the order it recorded.
 """
 
 import dataclasses
@@ -27,31 +30,43 @@ from rl.batching import bucket_length, make_batch
 from rl.exactness import ExactnessProbe
 from rl.learner import Learner
 from rl.ledger import Ledger, ScoredTrajectory
-from rl.metrics import MetricsWriter, staleness_metrics
+from rl.metrics import MetricsWriter, batch_metrics, staleness_metrics
 from rl.old_logprobs import Anchored, OldLogprobSource
-from rl.rollout import Rollouts
+from rl.rollout import Rollouts, RolloutStep
 from rl.sampler import Sampler
 from rl.snapshot_store import SnapshotStore
 from rl.snapshots import SnapshotRing
+from rl.timeline import Timeline
 from rl.types import Batch, Trajectory
+
+STAGES = ("rollout", "replay", "train", "publish", "sampler_wait", "learner_wait")
+"""What takes time, and is measured."""
+
+
+class Schedule(enum.Enum):
+    """Who moves when."""
+
+    LOCKSTEP = "lockstep"  # one thread, a stated number of decode steps for each learner step
+    THREADS = "threads"  # sampler and learner at once
 
 
 class RingFullPolicy(enum.Enum):
-    """What happens to a publish when pinned versions fill the ring."""
+    """What happens when pinned versions fill the ring at a publish. The learner trains on and the version stays, either way."""
 
-    SKIP_PUBLISH = "skip_publish"  # the learner trains on and the version stays
-    DROP_STALEST = "drop_stalest"  # groups holding the oldest version are dropped until there is room
+    SKIP_PUBLISH = "skip_publish"  # nothing else
+    DROP_STALEST = "drop_stalest"  # groups holding the oldest versions are dropped, so that the next publish finds room
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
     """The schedule, and what is admitted to it."""
 
+    schedule: Schedule = Schedule.LOCKSTEP
     groups_per_step: int = 8
     group_size: int = 8
     publish_every: int = 1  # learner steps
     max_staleness: int = 4  # versions
-    decode_steps: int = 4  # decode steps between two learner steps
+    decode_steps: int = 4  # decode steps between two learner steps, in lockstep
     stale_policy: StalePolicy = StalePolicy.DROP
     ring_full: RingFullPolicy = RingFullPolicy.SKIP_PUBLISH
     advantages: AdvantageEstimator = AdvantageEstimator.GROUP_RELATIVE
@@ -71,6 +86,7 @@ class Rooms:
     probe: ExactnessProbe
     ledger: Ledger
     metrics: MetricsWriter
+    timeline: Timeline
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -90,18 +106,24 @@ class Loop:
     def __init__(self, rooms: Rooms, options: LoopOptions, *, lengths: tuple[int, ...], seed: int):
         self._rooms, self._options, self._lengths, self._seed = rooms, options, lengths, seed
         self.step = 0
-        self.version = 0
+        self.version = 0  # of the learner; the sampler's follows
         self._next_group = 0
         self._counts = {"skipped_publishes": 0, "tokens_generated": 0}
-        self._seconds = dict.fromkeys(("rollout", "replay", "train", "publish"), 0.0)
-        self.live: Params | None = None  # published parameters of the present version, on the device
+        self._wants_room = False  # the ring was full, and the policy is to drop the stalest groups
+        self._has_news = False  # the ring's newest version is not yet the sampler's
+        self._superseded: list[tuple[int, Params, list[Trajectory]]] = []  # versions to be scored live, and what holds them
+        self._forgotten: list[Trajectory] = []  # will never be trained
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+        self._recorded = time.perf_counter()  # the last row of metrics
+        self.live: Params | None = None  # published parameters of the present version, on the learner's devices
+        self._sampling: Params | None = None  # those of the sampler's version
 
     def start(self, params: Params) -> None:
         """Gives the learner its weights and publishes them as version 0: the first token is sampled by what will be trained."""
         self._rooms.learner.start(params)
         self.live = self._rooms.learner.published()
         self._rooms.ring.put(0, self.live)
-        self._rooms.sampler.publish(0, self.live)
+        self._serve()
 
     @property
     def probe(self) -> ExactnessProbe:
@@ -113,129 +135,81 @@ class Loop:
         """Where the anchors come from."""
         return self._rooms.source
 
-    def run(self, num_steps: int, on_step: Callable[[dict], None] = lambda metrics: None) -> None:
-        """Runs learner steps until `num_steps` are done in all; `on_step` is told each one's metrics."""
-        while self.step < num_steps:
-            groups = self._timed("rollout", self._collect)
-            batch, facts = self._timed("replay", self._assemble, groups)
-            facts |= self._timed("train", self._train, batch)
-            self.step += 1
-            if self.step % self._options.publish_every == 0:
-                self._timed("publish", self._publish)
-            on_step(self._record(facts))
+    @property
+    def has_batch(self) -> bool:
+        """Whether enough groups are queued for a learner step, unless some of them have grown too old."""
+        return self._rooms.admission.queued >= self._options.groups_per_step
 
-    # --- admit, collect ---
+    @property
+    def max_decode_steps(self) -> int:
+        """Most decode steps in one `roll`."""
+        return self._rooms.sampler.max_steps
 
-    def _admit(self) -> None:
-        """Starts as many groups as the credit allows."""
+    def run(self, num_steps: int, on_step: Callable[[dict], None] = lambda metrics: None,
+            stop: Callable[[], bool] = lambda: False) -> None:
+        """Lockstep: runs learner steps until `num_steps` are done in all, or `stop` says so before one.
+
+        `on_step` is told each one's metrics.
+        """
+        sampler = self._rooms.sampler
+        while self.step < num_steps and not stop():
+            last = sampler.num_decode_steps + self._options.decode_steps
+            while sampler.num_decode_steps < last and self.begin_round():
+                self.end_round(self.roll(last - sampler.num_decode_steps))
+            while (groups := self.take()) is None:
+                if not self.begin_round():
+                    raise RuntimeError(self.stuck())
+                self.end_round(self.roll(self.max_decode_steps))
+            facts = self.learn(groups)
+            self.publish(self.end_step(groups))
+            on_step(self.record(facts))
+
+    # --- the sampler's side ---
+
+    def begin_round(self) -> bool:
+        """Takes up a newer policy and starts as many groups as the credit allows; False if there is nothing to roll."""
+        if self._wants_room:
+            self._drop_stalest()
+            self._wants_room = False
+        if self._has_news:
+            self._supersede()
+            self._serve()
         for _ in range(self._rooms.admission.credit(self.step)):
             group_id, size = self._next_group, self._options.group_size
             request_ids = list(range(group_id * size, (group_id + 1) * size))
             self._rooms.admission.start(group_id, request_ids)
             self._rooms.rollouts.start(group_id, request_ids, seed=instance_seed(self._seed, group_id))
             self._next_group += 1
+        return self._rooms.rollouts.num_running > 0
 
-    def _collect(self) -> list[list[Trajectory]]:
-        """Decodes the stated number of steps, and then on until a whole batch is ready."""
-        admission, sampler = self._rooms.admission, self._rooms.sampler
-        stop = sampler.num_decode_steps + self._options.decode_steps
-        while sampler.num_decode_steps < stop and self._roll(stop - sampler.num_decode_steps):
-            pass
-        while (groups := admission.take(self.version)) is None:
-            self._release(admission.discarded())
-            if not self._roll(sampler.max_steps):
-                raise RuntimeError(
-                    f"learner step {self.step}: no rollout is running, none may start, and no batch is ready "
-                    f"({admission.queued} groups queued, {self._options.groups_per_step} wanted); credit was lost"
-                )
-        self._release(admission.discarded())
-        return groups
+    def roll(self, num_steps: int) -> RolloutStep:
+        """Up to `num_steps` decode steps, in one device call, and the environments' answers."""
+        return self.timed("rollout", self._rooms.rollouts.step, num_steps)
 
-    def _roll(self, num_steps: int) -> bool:
-        """Up to `num_steps` decode steps, in one device call; False if there is nothing to roll out."""
-        self._admit()
-        if not self._rooms.rollouts.num_running:
-            return False
-        before = self._rooms.sampler.num_sampled_tokens
-        rolled = self._rooms.rollouts.step(num_steps)
-        self._counts["tokens_generated"] += self._rooms.sampler.num_sampled_tokens - before
+    def end_round(self, rolled: RolloutStep) -> None:
+        """Pins the versions of new tokens, and hands in what has finished."""
+        self._counts["tokens_generated"] += rolled.num_tokens
         self._rooms.ring.pin(rolled.new_versions)
         for trajectory in rolled.finished:
             self._rooms.admission.finish(trajectory)
-        return True
+        self._release(self._rooms.admission.discarded())
 
-    def _release(self, trajectories: list[Trajectory]) -> None:
-        """Lets go of the versions of trajectories that nobody will score."""
-        self._rooms.probe.forget(trajectories)
-        for trajectory in trajectories:
-            self._rooms.ring.release(trajectory.versions)
-
-    # --- assemble, train ---
-
-    def _assemble(self, groups: list[list[Trajectory]]) -> tuple[Batch, dict]:
-        """From groups to a batch: advantages by group, anchors by the source, rows in the ledger."""
+    def _supersede(self) -> None:
+        """Notes who holds tokens of the sampler's version, now that there will be no more of them."""
         rooms = self._rooms
-        trajectories = [trajectory for group in groups for trajectory in group]
-        anchored = rooms.source.anchor(trajectories, self.live)
-        if rooms.source.exact:
-            rooms.probe.check(anchored.trajectories)
-        self._write_ledger(anchored)
-        facts = {
-            "version": self.version,
-            **batch_metrics(anchored.trajectories),
-            **staleness_metrics(anchored.trajectories, self.version),
-        }
-        for trajectory in trajectories:
-            rooms.ring.release(trajectory.versions)
-        has_reward = np.asarray([trajectory.reward is not None for trajectory in trajectories])
-        advantages = group_advantages(
-            np.asarray([trajectory.reward or 0.0 for trajectory in trajectories], np.float64),
-            np.asarray([trajectory.group_id for trajectory in trajectories]),
-            has_reward,
-            estimator=self._options.advantages,
-        )
-        batch = make_batch(
-            anchored.trajectories,
-            proximal_logprobs=anchored.proximal_logprobs,
-            advantages=advantages,
-            num_rows=self._options.groups_per_step * self._options.group_size,
-            length=bucket_length(max(map(len, trajectories)), self._lengths),
-        )
-        return batch, facts
+        if rooms.probe.is_on:
+            held = [*rooms.rollouts.partial(), *rooms.admission.unscored()]
+            self._superseded.append((rooms.sampler.version, self._sampling, held))
 
-    def _write_ledger(self, anchored: Anchored) -> None:
-        scored = [
-            ScoredTrajectory(trajectory, buckets)
-            for trajectory, buckets in zip(anchored.trajectories, anchored.buckets, strict=True)
-        ]
-        versions = {version for trajectory in anchored.trajectories for version in trajectory.versions}
-        digests = {version: self._rooms.ring.digest(version) for version in sorted(versions)}
-        self._rooms.ledger.record_step(self.step + 1, self.version, self._rooms.source.name.value, scored, digests)
-
-    def _train(self, batch: Batch) -> dict:
-        metrics = jax.device_get(self._rooms.learner.step(batch, version=self.version).step)
-        if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["gradient_norm"]):
-            raise NonFiniteLoss(
-                f"learner step {self.step}: loss {metrics['loss']}, gradient norm {metrics['gradient_norm']}; "
-                "lower --learning-rate, or look at the rewards of this step's trajectories in ledger/"
-            )
-        return {name: float(value) for name, value in metrics.items()}
-
-    # --- publish ---
-
-    def _publish(self) -> None:
-        """Ring before sampler: no token can carry a version that the ring never held."""
+    def _serve(self) -> None:
+        """Makes the newest version the sampler's. The ring keeps it as long as the sampler may write tokens with it."""
         rooms = self._rooms
-        if not rooms.ring.has_room() and self._options.ring_full is RingFullPolicy.DROP_STALEST:
-            self._drop_stalest()
-        if not rooms.ring.has_room():
-            self._counts["skipped_publishes"] += 1
-            return
-        rooms.probe.record(self.version, self.live, [*rooms.rollouts.partial(), *rooms.admission.unscored()])
-        self.version += 1
-        self.live = rooms.learner.published()
-        rooms.ring.put(self.version, self.live)
+        before = rooms.sampler.version
+        rooms.ring.pin([self.version])
         rooms.sampler.publish(self.version, self.live)
+        self._sampling, self._has_news = self.live, False
+        if before >= 0:
+            rooms.ring.release([before])
 
     def _drop_stalest(self) -> None:
         """Drops the groups that hold pinned versions, oldest version first, until the ring has room."""
@@ -255,28 +229,120 @@ class Loop:
             self._rooms.admission.cancel(request_id)
         self._release(self._rooms.admission.discarded())
 
-    def finish(self) -> None:
-        """Ends the run: what is still under way is dropped and counted, and the last version is persisted."""
-        for group_id in self._rooms.admission.group_ids:
-            self._drop(group_id, DropReason.END_OF_RUN)
+    def _release(self, trajectories: list[Trajectory]) -> None:
+        """Lets go of the versions of trajectories that nobody will score."""
+        self._forgotten += trajectories
+        for trajectory in trajectories:
+            self._rooms.ring.release(trajectory.versions)
+
+    # --- the learner's side ---
+
+    def take(self) -> list[list[Trajectory]] | None:
+        """The groups of the next learner step; None while there are not enough."""
+        groups = self._rooms.admission.take(self.version)
+        self._release(self._rooms.admission.discarded())
+        return groups
+
+    def stuck(self) -> str:
+        """Why nothing can go on, in words."""
+        return (f"learner step {self.step}: no rollout is running, none may start, and no batch is ready "
+                f"({self._rooms.admission.queued} groups queued, {self._options.groups_per_step} wanted); credit was lost")
+
+    def learn(self, groups: list[list[Trajectory]]) -> dict:
+        """One learner step on groups that were taken; returns what is known of it."""
+        batch, facts = self.timed("replay", self._assemble, [trajectory for group in groups for trajectory in group])
+        return facts | self.timed("train", self._train, batch)
+
+    def _assemble(self, trajectories: list[Trajectory]) -> tuple[Batch, dict]:
+        """From trajectories to a batch: anchors by the source, rows in the ledger, advantages by group."""
         rooms = self._rooms
-        rooms.ring.persist(self.version)
-        rooms.store.wait()
-        self._record_snapshots(rooms.ring.persisted)
-        rooms.ledger.close()
-        rooms.metrics.close()
+        self._settle_probe()
+        anchored = rooms.source.anchor(trajectories, self.live)
+        if rooms.source.exact:
+            rooms.probe.check(anchored.trajectories)
+        self._write_ledger(anchored)
+        facts = {
+            "version": self.version,
+            **batch_metrics(anchored.trajectories),
+            **staleness_metrics(anchored.trajectories, self.version),
+        }
+        has_reward = np.asarray([trajectory.reward is not None for trajectory in trajectories])
+        advantages = group_advantages(
+            np.asarray([trajectory.reward or 0.0 for trajectory in trajectories], np.float64),
+            np.asarray([trajectory.group_id for trajectory in trajectories]),
+            has_reward,
+            estimator=self._options.advantages,
+        )
+        batch = make_batch(
+            anchored.trajectories,
+            proximal_logprobs=anchored.proximal_logprobs,
+            advantages=advantages,
+            num_rows=self._options.groups_per_step * self._options.group_size,
+            length=bucket_length(max(map(len, trajectories)), self._lengths),
+        )
+        return batch, facts
 
-    # --- record ---
+    def _settle_probe(self) -> None:
+        """Scores what was noted for the probe: on the learner's side, where scoring belongs."""
+        while self._superseded:
+            self._rooms.probe.record(*self._superseded.pop(0))
+        while self._forgotten:
+            self._rooms.probe.forget([self._forgotten.pop(0)])
 
-    def _timed(self, name: str, function: Callable, *arguments):
-        started = time.perf_counter()
-        try:
-            return function(*arguments)
-        finally:
-            self._seconds[name] += time.perf_counter() - started
+    def _write_ledger(self, anchored: Anchored) -> None:
+        scored = [
+            ScoredTrajectory(trajectory, buckets)
+            for trajectory, buckets in zip(anchored.trajectories, anchored.buckets, strict=True)
+        ]
+        versions = {version for trajectory in anchored.trajectories for version in trajectory.versions}
+        digests = {version: self._rooms.ring.digest(version) for version in sorted(versions)}
+        self._rooms.ledger.record_step(self.step + 1, self.version, self._rooms.source.name.value, scored, digests)
 
-    def _record(self, facts: dict) -> dict:
-        rooms = self._rooms
+    def _train(self, batch: Batch) -> dict:
+        metrics = jax.device_get(self._rooms.learner.step(batch, version=self.version).step)
+        if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["gradient_norm"]):
+            raise NonFiniteLoss(
+                f"learner step {self.step}: loss {metrics['loss']}, gradient norm {metrics['gradient_norm']}; "
+                "lower --learning-rate, or look at the rewards of this step's trajectories in ledger/"
+            )
+        return {name: float(value) for name, value in metrics.items()}
+
+    def end_step(self, groups: list[list[Trajectory]]) -> bool:
+        """Counts the step and lets go of what it trained on; returns whether a publish is due and the ring has room for it."""
+        for group in groups:
+            for trajectory in group:
+                self._rooms.ring.release(trajectory.versions)
+        self.step += 1
+        if self.step % self._options.publish_every:
+            return False
+        if self._rooms.ring.make_room():
+            return True
+        self._counts["skipped_publishes"] += 1
+        self._wants_room = self._options.ring_full is RingFullPolicy.DROP_STALEST
+        return False
+
+    def publish(self, due: bool) -> None:
+        """Ring before sampler: no token can carry a version that the ring never held."""
+        if due:
+            self.offer(self.snapshot())
+
+    def snapshot(self) -> Params:
+        """Puts the learner's policy into the ring as the next version, and returns its parameters."""
+        return self.timed("publish", self._snapshot)
+
+    def _snapshot(self) -> Params:
+        live = self._rooms.learner.published()
+        self._rooms.ring.put(self.version + 1, live)
+        return live
+
+    def offer(self, live: Params) -> None:
+        """Makes what was put into the ring the present version; the sampler takes it up when its next round begins."""
+        self.version += 1
+        self.live, self._has_news = live, True
+
+    def record(self, facts: dict) -> dict:
+        """Writes the step's row of metrics, and returns it."""
+        rooms, elapsed = self._rooms, time.perf_counter() - self._recorded
         row = {
             **facts,
             **self._counts,
@@ -285,29 +351,62 @@ class Loop:
             "ring_versions": len(rooms.ring.versions),
             "ring_bytes": rooms.ring.nbytes,
             **{f"seconds_{name}": seconds for name, seconds in self._seconds.items()},
+            "seconds_step": elapsed,
         }
         self._record_snapshots(rooms.ring.persisted[:-1])
         self._counts["tokens_generated"] = 0
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._seconds, self._recorded = dict.fromkeys(STAGES, 0.0), self._recorded + elapsed
         rooms.metrics.write(self.step, row)
+        rooms.timeline.flush(self.step)
         return {"step": self.step, **row}
 
     def _record_snapshots(self, versions: tuple[int, ...]) -> None:
         """Gives complete snapshots their rows. The newest waits for the next, so that no row depends on how fast a disk is."""
         for version in versions:
             if version not in self._rooms.ledger.snapshots:
-                self._rooms.ledger.record_snapshot(version, self._rooms.store.digest(version), self._rooms.store.files(version))
+                self._rooms.ledger.record_snapshot(version, self._rooms.store.digest(version))
+
+    def finish(self) -> None:
+        """Ends the run: what is still under way is dropped and counted, and the last version is persisted."""
+        rooms = self._rooms
+        for group_id in rooms.admission.group_ids:
+            self._drop(group_id, DropReason.END_OF_RUN)
+        rooms.ring.release([rooms.sampler.version])
+        rooms.ring.persist(self.version)
+        rooms.store.wait()
+        self._record_snapshots(rooms.ring.persisted)
+        rooms.ledger.close()
+        rooms.metrics.close()
+
+    def timed(self, name: str, function: Callable, *arguments):
+        """Calls, and counts the time it takes."""
+        started = time.perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            stopped = time.perf_counter()
+            self._seconds[name] += stopped - started
+            self._rooms.timeline.span(name, started, stopped)
 
     # --- state ---
 
     def state(self) -> dict:
-        """The whole run as plain arrays and JSON values."""
+        """The whole run as plain arrays and JSON values, between two rounds and two learner steps.
+
+        The sampler's caches become stale, and its policy the newest: a checkpoint is a version boundary, whether or not the run
+        goes on from it.
+        """
         rooms = self._rooms
+        if self._has_news:
+            self._supersede()
+            self._serve()
+        self._settle_probe()
         return {
             "step": self.step,
             "version": self.version,
             "next_group": self._next_group,
             "counts": dict(self._counts),
+            "wants_room": self._wants_room,
             **{name: room.state() for name, room in self._stateful().items()},
             "ring": rooms.ring.state(),
             "rollouts": rooms.rollouts.state(),
@@ -318,12 +417,13 @@ class Loop:
         """Takes a `state` back into rooms built from the same configuration."""
         rooms = self._rooms
         self.step, self.version, self._next_group = state["step"], state["version"], state["next_group"]
-        self._counts = dict(state["counts"])
+        self._counts, self._wants_room = dict(state["counts"]), state["wants_room"]
+        self._has_news, self._superseded, self._forgotten = False, [], []
         rooms.ring.restore(state["ring"], rooms.learner.published_shapes)
         rooms.store.discard_after(self.version)
         for name, room in self._stateful().items():
             room.restore(state[name])
-        self.live = rooms.ring.get(self.version)
+        self.live = self._sampling = rooms.ring.get(self.version)
         rooms.sampler.restore(state["sampler"], self.live)
         rooms.rollouts.restore(state["rollouts"])
 
@@ -336,26 +436,10 @@ class Loop:
             "probe": rooms.probe,
             "ledger": rooms.ledger,
             "metrics": rooms.metrics,
+            "timeline": rooms.timeline,
         }
 
 
 def instance_seed(seed: int, group_id: int) -> int:
     """The environment seed of a group: independent of when and by whom it is played."""
     return int(np.random.SeedSequence((seed, group_id)).generate_state(1)[0])
-
-
-def batch_metrics(trajectories: list[Trajectory]) -> dict:
-    """What a batch's trajectories say of themselves; engine numerics, in nats, where old logprobs are known."""
-    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-    facts = {
-        "reward_mean": float(np.mean(rewards)),
-        "success_mean": float(np.mean([trajectory.success for trajectory in trajectories])),
-        "trajectories": len(trajectories),
-        "trajectory_tokens_mean": float(np.mean([len(trajectory) for trajectory in trajectories])),
-        "tokens_trained": int(sum(trajectory.loss_mask.sum() for trajectory in trajectories)),
-    }
-    if all(trajectory.old_logprobs is not None for trajectory in trajectories):
-        differences = np.concatenate([np.abs(t.old_logprobs - t.sampler_logprobs)[t.loss_mask] for t in trajectories])
-        if len(differences):
-            facts |= {"engine_numerics": float(differences.mean()), "engine_numerics_max": float(differences.max())}
-    return facts

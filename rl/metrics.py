@@ -131,3 +131,20 @@ def staleness_metrics(trajectories: Sequence[Trajectory], learner_version: int) 
         "versions_per_trajectory_max": float(num_versions.max()),
         "fraction_multi_version": float(np.where(np.isnan(num_versions), math.nan, num_versions > 1).mean()),
     }
+
+
+def batch_metrics(trajectories: list[Trajectory]) -> dict:
+    """What a batch's trajectories say of themselves; engine numerics, in nats, where old logprobs are known."""
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    facts = {
+        "reward_mean": float(np.mean(rewards)),
+        "success_mean": float(np.mean([trajectory.success for trajectory in trajectories])),
+        "trajectories": len(trajectories),
+        "trajectory_tokens_mean": float(np.mean([len(trajectory) for trajectory in trajectories])),
+        "tokens_trained": int(sum(trajectory.loss_mask.sum() for trajectory in trajectories)),
+    }
+    if all(trajectory.old_logprobs is not None for trajectory in trajectories):
+        differences = np.concatenate([np.abs(t.old_logprobs - t.sampler_logprobs)[t.loss_mask] for t in trajectories])
+        if len(differences):
+            facts |= {"engine_numerics": float(differences.mean()), "engine_numerics_max": float(differences.max())}
+    return facts

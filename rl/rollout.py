@@ -69,10 +69,11 @@ class _Episode:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutStep:
-    """What one step brought: finished trajectories, and the version of each (trajectory, version) that met for the first time."""
+    """What one step brought."""
 
     finished: list[Trajectory]
-    new_versions: list[int]
+    new_versions: list[int]  # the version of each (trajectory, version) that met for the first time
+    num_tokens: int  # sampled
 
 
 class Rollouts:
@@ -104,15 +105,16 @@ class Rollouts:
 
     def step(self, num_steps: int) -> RolloutStep:
         """Lets the sampler take up to `num_steps` decode steps, then the environments answer."""
-        finished, new_versions = [], []
+        finished, new_versions, num_tokens = [], [], 0
         for sampled in self._sampler.step(num_steps):
             episode = self._episodes[sampled.request_id]
             new_versions.extend(episode.act(sampled))
+            num_tokens += len(sampled.tokens)
             if sampled.turn_over:
                 trajectory = self._answer(episode)
                 if trajectory is not None:
                     finished.append(trajectory)
-        return RolloutStep(finished, new_versions)
+        return RolloutStep(finished, new_versions, num_tokens)
 
     def partial(self) -> list[Trajectory]:
         """The episodes under way as they stand, without reward."""

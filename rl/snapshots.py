@@ -86,6 +86,16 @@ class SnapshotRing:
         with self._lock:
             return len(self._copies) < self.capacity or self._leaving() is not None
 
+    def make_room(self) -> bool:
+        """Lets the oldest unpinned version go if the ring is full; returns whether the next `put` finds a place."""
+        with self._lock:
+            if len(self._copies) < self.capacity:
+                return True
+            leaving = self._leaving()
+            if leaving is not None:
+                del self._copies[leaving]
+            return leaving is not None
+
     def put(self, version: int, params: dict) -> None:
         """Copies the parameters of a new version; the caller may donate them at once.
 
@@ -103,11 +113,10 @@ class SnapshotRing:
             newest = max(self._copies, default=-1)
             if version <= newest:
                 raise ValueError(f"version {version} put after version {newest}, wanted a larger one; versions count publishes")
-            if not self.has_room():
+            # Before the copy, so that memory never holds more than the capacity.
+            if not self.make_room():
                 raise RingFull(f"no room for version {version}: the ring of {self.capacity} holds versions {list(self._copies)}, "
                                f"pinned {self.pins}; skip this publish, drop the stalest trajectories, or raise --ring-capacity")
-            if len(self._copies) == self.capacity:  # before the copy, so that memory never holds more than the capacity
-                del self._copies[self._leaving()]
         copy = snapshot_store.host_copy(params)
         with self._lock:
             self._copies[version] = copy

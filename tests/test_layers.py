@@ -23,9 +23,9 @@ LAYERS = {
     "cores": ("logprobs", "advantages", "corrections", "losses", "batching", "delta", "sampling"),
     "shells": (
         "environments", "admission", "engine", "sampler", "rollout", "snapshots", "snapshot_store", "old_logprobs", "learner",
-        "scorer", "exactness", "evaluation", "warmstart", "ledger", "auditing", "budget", "checkpoint", "metrics",
+        "scorer", "exactness", "evaluation", "warmstart", "ledger", "auditing", "budget", "checkpoint", "metrics", "timeline",
     ),
-    "loop": ("loop",),
+    "loop": ("loop", "threads"),
 }  # fmt: skip
 ORDER = tuple(LAYERS)
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}

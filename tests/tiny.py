@@ -1,7 +1,11 @@
 """A run small enough for tests: one layer of width 16 on short FrozenLake games."""
 
 import dataclasses
+import json
 import pathlib
+
+import jax
+import numpy as np
 
 from launch.build import Foundation, build_loop
 from launch.config import Config, MeshOptions, SamplerOptions, SnapshotOptions
@@ -82,3 +86,23 @@ def _share(key, make):
     if key not in _shared:
         _shared[key] = make()
     return _shared[key]
+
+
+def rows_of(run_dir: pathlib.Path) -> list[dict]:
+    """The metrics of a run."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    """What two equal runs have in common."""
+    return [{name: value for name, value in row.items() if not name.startswith("seconds")} for row in rows]
+
+
+def weights(loop: Loop) -> list[np.ndarray]:
+    """The learner's master weights."""
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(loop._rooms.learner.train_state.params)]
+
+
+def assert_same_weights(first, second) -> None:
+    for left, right in zip(weights(first), weights(second), strict=True):
+        np.testing.assert_array_equal(left, right)

@@ -13,7 +13,7 @@ import pytest
 from rl import ledger as ledger_module
 from rl.auditing import check_ledger, check_snapshots, choose_segments, compare
 from rl.ledger import Ledger, ScoredTrajectory, read_rows, read_step, row_hash
-from rl.snapshot_store import SnapshotStore, params_digest
+from rl.snapshot_store import SnapshotStore, _manifest_bytes, params_digest
 from rl.types import FinishReason, Trajectory
 
 NAN = float("nan")
@@ -60,9 +60,9 @@ def original(tmp_path_factory):
     for step in (0, 1):
         scored = [ScoredTrajectory(trajectory(2 * step + member, step), buckets) for member in (0, 1)]
         ledger.record_step(step, step + 1, "snapshot", scored, digests)
-        ledger.record_snapshot(step, digests[step], store.files(step))
+        ledger.record_snapshot(step, digests[step])
     ledger.record_step(2, 2, "recompute", [ScoredTrajectory(trajectory(9, 1, exact=False), {})], {})
-    ledger.record_snapshot(2, digests[2], store.files(2))
+    ledger.record_snapshot(2, digests[2])
     ledger.close()
     return directory
 
@@ -307,7 +307,7 @@ def test_every_file_of_a_persisted_snapshot_is_guarded(run):
         assert any(f"snapshot version 1 at {store.path(1)}" in failure and "missing" in failure for failure in failures), name
         path.write_bytes(content)
     (store.path(1) / "state" / "stray").touch()
-    assert [f"snapshot version 1 at {store.path(1)}: state/stray is there, but the ledger does not name it"] == audit(run)
+    assert [f"snapshot version 1 at {store.path(1)}: state/stray is there, but the manifest does not name it"] == audit(run)
 
 
 def test_missing_and_unrecorded_snapshots_are_named(run):
@@ -334,7 +334,19 @@ def test_a_snapshot_that_was_replaced_with_its_manifest_is_found(run):
     shutil.rmtree(store.path(1))
     store.save(1, params(5))
     store.wait()
-    assert any("its manifest names other digests than the ledger" in failure for failure in audit(run))
+    assert any("its manifest names digest" in failure for failure in audit(run))
+
+
+def test_values_that_a_forged_manifest_vouches_for_are_found(run):
+    """Files and manifest agree with each other and the manifest with the ledger: only the values tell."""
+    store = SnapshotStore(run / "snapshots")
+    digest = store.digest(1)
+    shutil.rmtree(store.path(1))
+    store.save(1, params(5))
+    store.wait()
+    (store.path(1) / "manifest.json").write_bytes(_manifest_bytes(1, digest, store.files_now(1)))
+    assert store.digest(1) == digest
+    assert any("snapshot version 1" in failure and "gave values of digest" in failure for failure in audit(run))
 
 
 def test_segments_to_replay_are_drawn_by_seed_from_those_that_can_be(original):

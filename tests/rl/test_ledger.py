@@ -85,7 +85,7 @@ def test_a_source_that_is_not_exact_anchors_to_no_snapshot(tmp_path):
 def test_rows_are_chained_by_the_hash_of_their_canonical_json(tmp_path):
     ledger = Ledger(tmp_path)
     record(ledger)
-    ledger.record_snapshot(4, "four", {"state/a": "00"})
+    ledger.record_snapshot(4, "four")
     ledger.close()
     previous = FIRST_PREVIOUS
     for row in read_rows(tmp_path):
@@ -94,7 +94,7 @@ def test_rows_are_chained_by_the_hash_of_their_canonical_json(tmp_path):
         assert row["previous"] == previous and row["hash"] == hashlib.sha256(canonical).hexdigest() == row_hash(row)
         previous = row["hash"]
     assert json.loads((tmp_path / "head.json").read_text()) == {"kind": "head", "rows": 5, "hash": previous, "closed": True}
-    assert row["kind"] == "snapshot" and row["version"] == 4 and row["files"] == {"state/a": "00"}
+    assert row["kind"] == "snapshot" and row["version"] == 4 and row["digest"] == "four"
 
 
 def test_the_head_follows_every_write(tmp_path):
@@ -158,17 +158,17 @@ def test_steps_increase_and_snapshots_are_recorded_once(tmp_path):
     for step in (4, 3):
         with pytest.raises(ValueError, match=f"step {step} recorded after step 4"):
             record(ledger, step)
-    ledger.record_snapshot(2, "two", {})
+    ledger.record_snapshot(2, "two")
     assert ledger.snapshots == {2}
     with pytest.raises(ValueError, match="snapshot version 2 is in the ledger already"):
-        ledger.record_snapshot(2, "two", {})
+        ledger.record_snapshot(2, "two")
 
 
 def test_another_runs_ledger_is_not_written_to(tmp_path):
     record(Ledger(tmp_path))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     other = Ledger(tmp_path)
-    calls = [lambda: record(other, 9), lambda: other.record_snapshot(0, "", {}), other.close]
+    calls = [lambda: record(other, 9), lambda: other.record_snapshot(0, ""), other.close]
     for call in calls:
         with pytest.raises(ValueError, match="holds the rows of another run, wanted none; resume that run, or choose another"):
             call()
@@ -181,17 +181,17 @@ def test_a_resumed_ledger_is_the_ledger_of_a_run_that_never_stopped(tmp_path, cr
     for step in range(4):
         record(straight, step)
         if step == 1:
-            straight.record_snapshot(3, "three", {"a": "0"})
+            straight.record_snapshot(3, "three")
     straight.close()
 
     stopped = Ledger(tmp_path / "stopped")
     record(stopped, 0)
     record(stopped, 1)
-    stopped.record_snapshot(3, "three", {"a": "0"})
+    stopped.record_snapshot(3, "three")
     state = json.loads(json.dumps(stopped.state()))
     head = (tmp_path / "stopped" / "head.json").read_bytes()
     record(stopped, 2, [trajectory(99)])
-    stopped.record_snapshot(4, "four", {})
+    stopped.record_snapshot(4, "four")
     if crash == "torn row":
         rows = tmp_path / "stopped" / "segments.jsonl"
         rows.write_bytes(rows.read_bytes()[:-30])

@@ -1,7 +1,6 @@
 """The whole loop on a tiny task: exactness, determinism, the synchronous limit, full rings, and going on from a state."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +17,7 @@ from rl.learner import StepOptions
 from rl.logprobs import score
 from rl.loop import LoopOptions, RingFullPolicy, instance_seed
 from rl.losses import decoupled_ppo_loss
-from tests.tiny import MAX_LENGTH, tiny_config, tiny_loop, tiny_rooms
-
-
-def rows_of(run_dir) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(rows: list[dict]) -> list[dict]:
-    return [{name: value for name, value in row.items() if not name.startswith("seconds")} for row in rows]
-
-
-def weights(loop) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(loop._rooms.learner.train_state.params)]
-
-
-def assert_same_weights(first, second) -> None:
-    for left, right in zip(weights(first), weights(second), strict=True):
-        np.testing.assert_array_equal(left, right)
+from tests.tiny import MAX_LENGTH, assert_same_weights, rows_of, tiny_config, tiny_loop, tiny_rooms, weights, without_times
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""Checkpoints of a whole run: written beside the run, whole or not at all, the newest few kept.
+
+A run's state is a tree of dicts, lists, JSON values and numpy arrays (every room's `state()`). Orbax stores large arrays as they
+are. The many small ones, of what is under way, and the tree itself are packed into one: an entry each would take longer than the
+rest.
+"""
+
+import io
+import json
+import pathlib
+
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+LARGE = 1 << 16
+"""Bytes from which an array is stored by itself."""
+
+_ARRAY = "$array"  # the key of what stands for an array in the tree
+
+
+class CheckpointCorrupt(ValueError):
+    """The newest checkpoint cannot be read."""
+
+
+class RunCheckpoints:
+    """The checkpoints of one run.
+
+    Args:
+      directory: theirs; made when the first one is saved.
+      keep: how many of the newest ones.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, keep: int = 2):
+        self._directory = pathlib.Path(directory).absolute()
+        self._keep = keep
+        self._checkpointer: ocp.training.Checkpointer | None = None
+
+    def save(self, step: int, state: dict) -> None:
+        """Starts to write a state and returns; the arrays must not change before `wait`, or the next `save`, returns."""
+        self.wait()
+        # Orbax replaces no checkpoint: one of this step is there only if the run went back behind it.
+        self._open().save_async(step, _pack(state), overwrite=True)
+
+    def wait(self) -> None:
+        """Returns when what was saved is on disk; raises what made it fail."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+
+    def close(self) -> None:
+        """Waits, and gives resources back."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+
+    def latest(self) -> tuple[int, dict] | None:
+        """The step and the state of the newest whole checkpoint; None if there is none.
+
+        Raises:
+          CheckpointCorrupt: it is there but cannot be read.
+        """
+        if not self._directory.is_dir():
+            return None
+        newest = self._open().latest
+        if newest is None:
+            return None
+        try:
+            return newest.step, _unpack(self._open().load(newest.step))
+        except Exception as error:  # whatever a damaged file makes of it
+            raise CheckpointCorrupt(f"checkpoint {newest.step} in {self._directory} cannot be read: {error}; "
+                                    "delete its directory to go on from the one before") from error
+
+    def _open(self) -> ocp.training.Checkpointer:
+        if self._checkpointer is None:
+            context = ocp.Context()
+            context.array.saving.use_compression = False  # parameters hardly shrink
+            policy = ocp.training.preservation_policies.LatestN(self._keep)
+            with context:
+                self._checkpointer = ocp.training.Checkpointer(
+                    self._directory, preservation_policy=policy, cleanup_tmp_directories=True,
+                    save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1))
+        return self._checkpointer
+
+
+def _pack(state: dict) -> dict[str, np.ndarray]:
+    """The tree of arrays that Orbax stores."""
+    arrays: list[np.ndarray] = []
+
+    def skeleton(value):
+        if isinstance(value, np.ndarray):
+            arrays.append(value)
+            return {_ARRAY: len(arrays) - 1}
+        if isinstance(value, dict):
+            return {key: skeleton(item) for key, item in value.items()}
+        return [skeleton(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    tree = json.dumps(skeleton(state))
+    # numpy's own format knows numpy's own types only.
+    large = {str(index): array for index, array in enumerate(arrays) if array.nbytes >= LARGE or array.dtype.isbuiltin != 1}
+    small = {str(index): array for index, array in enumerate(arrays) if str(index) not in large}
+    packed = io.BytesIO()
+    np.savez(packed, tree=np.frombuffer(tree.encode(), np.uint8), **small)
+    return {"packed": np.frombuffer(packed.getvalue(), np.uint8), **large}
+
+
+def _unpack(stored: dict[str, np.ndarray]) -> dict:
+    """The inverse of `_pack`."""
+    with np.load(io.BytesIO(np.asarray(stored["packed"]).tobytes()), allow_pickle=False) as packed:
+        arrays = {**{name: packed[name] for name in packed.files}, **stored}
+    tree = json.loads(arrays["tree"].tobytes())
+
+    def fill(value):
+        if isinstance(value, dict):
+            if value.keys() == {_ARRAY}:
+                return np.array(arrays[str(value[_ARRAY])])  # the caller's own: writable
+            return {key: fill(item) for key, item in value.items()}
+        return [fill(item) for item in value] if isinstance(value, list) else value
+
+    return fill(tree)

@@ -64,6 +64,9 @@ def reopen(run_dir: pathlib.Path, config: Config) -> str | None:
       ConfigError: no run lies there, or it has ended.
     """
     content = _read(run_dir)
+    if (run_dir / SUMMARY).exists() and config.steps <= content["config"]["steps"]:
+        steps = content["config"]["steps"]
+        raise ConfigError(f"{run_dir} has ended after {steps} learner steps; raise --steps to make it longer")
     content["config"]["steps"] = config.steps
     write_json(run_dir / CONFIG, content)
     (run_dir / SUMMARY).unlink(missing_ok=True)

@@ -1,0 +1,142 @@
+"""A run that was stopped, killed or repeated is the same run."""
+
+import json
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from launch import audit, train
+from launch.display import Display
+from rl.snapshot_store import SnapshotStore
+from tests.launch.test_commands import TINY
+from tests.tiny import rows_of, without_times
+
+EIGHT_STEPS = ["quickstart", *TINY]
+
+
+def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
+    """Final parameters, metrics and ledger, bit by bit."""
+    assert without_times(rows_of(first)) == without_times(rows_of(second))
+    ledgers = [(run / "ledger" / "segments.jsonl").read_bytes() for run in (first, second)]
+    assert ledgers[0] == ledgers[1]
+    stores = [SnapshotStore(run / "snapshots") for run in (first, second)]
+    assert stores[0].versions() == stores[1].versions()
+    for version in stores[0].versions():
+        assert stores[0].digest(version) == stores[1].digest(version)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> pathlib.Path:
+    directory = tmp_path_factory.mktemp("runs") / "straight"
+    assert train.main([*EIGHT_STEPS, "--checkpoint-every", "3", "--run-dir", str(directory)]) == 0
+    return directory
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Sends this process a signal when a learner step is done."""
+
+    def stop_after(step: int, number: signal.Signals) -> None:
+        show = Display.step
+
+        def stopping(self, metrics):
+            show(self, metrics)
+            if metrics["step"] == step:
+                signal.raise_signal(number)
+
+        monkeypatch.setattr(Display, "step", stopping)
+
+    return stop_after
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(straight, tmp_path, stop_after, capsys):
+    directory = tmp_path / "stopped"
+    stop_after(4, signal.SIGTERM)
+    assert train.main([*EIGHT_STEPS, "--checkpoint-every", "3", "--run-dir", str(directory)]) == 0
+    assert "stopped after learner step 4" in capsys.readouterr().out
+    assert not (directory / "summary.json").exists() and len(rows_of(directory)) == 4
+    assert train.main(["--resume", "--run-dir", str(directory)]) == 0
+    assert "going on after learner step 4" in capsys.readouterr().out
+    assert_same_run(straight, directory)
+    first, second = (json.loads((run / "summary.json").read_text()) for run in (straight, directory))
+    assert {**first, "seconds": 0} == {**second, "seconds": 0}
+    assert audit.main([str(directory), "--replay", "20"]) == 0
+
+
+def test_only_the_number_of_steps_may_change(straight, capsys):
+    assert sorted(path.name for path in (straight / "checkpoints").iterdir()) == ["3", "6"]
+    assert train.main(["--resume", "--run-dir", str(straight), "--steps", "10", "--seed", "1"]) == 2
+    assert "seed is 1, but that run has 0; only --steps may change" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_left_alone(straight, capsys):
+    before = {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
+    assert train.main(["--resume", "--run-dir", str(straight)]) == 2
+    assert "has ended after 8 learner steps; raise --steps" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--resume"], ["--resume", "--run-dir"]),
+        (["--resume", "--run-dir", "nothing"], ["nothing", "config.json"]),
+        (["--repeat", "nothing"], ["nothing", "config.json"]),
+        (["--resume", "--run-dir", "nothing", "--repeat", "nothing"], ["--resume", "--repeat"]),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_refused(tmp_path, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    for word in words:
+        assert word in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_in_lockstep_has_no_order_to_repeat(straight, tmp_path, capsys):
+    assert train.main(["--repeat", str(straight), "--run-dir", str(tmp_path / "again")]) == 2
+    assert "interleaving.txt" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.slow
+def test_threads_are_repeated_bit_by_bit(tmp_path):
+    options = [*EIGHT_STEPS, "--schedule", "threads", "--fsdp", "2", "--sampler-devices", "2", "--warm-start.microbatches", "1"]
+    assert train.main([*options, "--run-dir", str(tmp_path / "threads")]) == 0
+    assert train.main(["--repeat", str(tmp_path / "threads"), "--run-dir", str(tmp_path / "again")]) == 0
+    assert_same_run(tmp_path / "threads", tmp_path / "again")
+    for run in ("threads", "again"):
+        assert audit.main([str(tmp_path / run), "--replay", "20"]) == 0
+
+
+def killed_and_resumed(directory: pathlib.Path, options: list[str], delays: list[float]) -> None:
+    """Runs `launch.train` in processes of its own; each is killed after a delay, and the last one may end."""
+    command = [sys.executable, "-m", "launch.train", *options, "--run-dir", str(directory)]
+    for delay in delays:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        if (directory / "config.json").exists():
+            command = [sys.executable, "-m", "launch.train", "--resume", "--run-dir", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_is_the_unbroken_run(tmp_path):
+    options = [*EIGHT_STEPS, "--steps", "40", "--checkpoint-every", "4"]
+    started = time.monotonic()
+    killed_and_resumed(tmp_path / "straight", options, [])
+    whole = time.monotonic() - started
+    rng = random.Random(0)
+    killed_and_resumed(tmp_path / "killed", options, [rng.uniform(0.3, 1.0) * whole for _ in range(4)])
+    assert_same_run(tmp_path / "straight", tmp_path / "killed")
+    assert [row["step"] for row in rows_of(tmp_path / "killed")] == list(range(1, 41))

@@ -56,32 +56,39 @@ def main(arguments: list[str]) -> int:
 
 def audit(foundation: Foundation, options: AuditOptions, console: rich.console.Console) -> list[str]:
     """All faults, in words; empty when the run is what it says it is."""
-    ledger_dir = options.run_dir / "ledger"
     store = SnapshotStore(options.run_dir / "snapshots")
-    ledger = check_ledger(ledger_dir)
-    console.print(
-        f"ledger: {ledger.num_rows:,} rows, {ledger.num_steps} learner steps, {ledger.num_segments:,} segments, "
-        f"{ledger.num_trained_tokens:,} trained tokens, {ledger.num_exact_tokens:,} of them anchored exactly; "
-        f"{len(ledger.failures)} faults"
-    )
-    snapshots = check_snapshots(store, ledger.rows)
+    ledgers = {part / "ledger": check_ledger(part / "ledger") for part in run_directory.parts(options.run_dir)}
+    failures, rows = [], []
+    for directory, ledger in ledgers.items():
+        console.print(
+            f"{directory.relative_to(options.run_dir)}: {ledger.num_rows:,} rows, {ledger.num_steps} learner steps, "
+            f"{ledger.num_segments:,} segments, {ledger.num_trained_tokens:,} trained tokens, {ledger.num_exact_tokens:,} of "
+            f"them anchored exactly; {len(ledger.failures)} faults"
+        )
+        failures += ledger.failures
+        rows += ledger.rows
+    snapshots = check_snapshots(store, rows)
     console.print(
         f"snapshots: {snapshots.num_snapshots} persisted, {snapshots.num_files} files; {len(snapshots.failures)} faults"
     )
-    failures = ledger.failures + snapshots.failures
-    if ledger.num_segments and not ledger.num_exact_segments:
+    failures += snapshots.failures
+    reports = ledgers.values()
+    if any(report.num_segments for report in reports) and not any(report.num_exact_segments for report in reports):
         console.print("replay: none, for the run's old-logprob source is not exact")
         return failures
-    chosen = choose_segments(ledger.rows, store.versions(), options.replay, options.seed)
-    if options.replay and not chosen:
+    num_chosen, compared = 0, []
+    for directory, ledger in ledgers.items():
+        chosen = choose_segments(ledger.rows, store.versions(), -(-options.replay // len(ledgers)), options.seed)
+        replay_failures, comparisons = replay(foundation, store, directory, chosen, console)
+        num_chosen, compared, failures = num_chosen + len(chosen), compared + comparisons, failures + replay_failures
+    if options.replay and not num_chosen:
         return [*failures, f"{options.replay} segments to replay, but none has its snapshot persisted"]
-    replay_failures, compared = replay(foundation, store, ledger_dir, chosen, console)
     console.print(
-        f"replay: {len(chosen)} of {options.replay} segments scored again, {sum(c.num_tokens for c in compared):,} tokens, "
+        f"replay: {num_chosen} of {options.replay} segments scored again, {sum(c.num_tokens for c in compared):,} tokens, "
         f"{sum(c.num_mismatches for c in compared)} differ, "
         f"largest difference {max((c.max_error for c in compared), default=0.0):.1e} nats"
     )
-    return failures + replay_failures
+    return failures
 
 
 def replay(

@@ -13,6 +13,7 @@ from models.config import ModelConfig
 from models.sharding import DECODE_RULES, check_rows, num_batch_shards, parameter_shardings
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
+from rl import processes
 from rl.admission import Admission
 from rl.batching import length_buckets
 from rl.budget import check_ring_fits
@@ -105,7 +106,8 @@ class Foundation:
 
     def initial_params(self) -> Params:
         """Random master weights, made in their shards."""
-        return jax.jit(self.model.init, out_shardings=self.parameter_shardings)(jax.random.key(self.config.seed))
+        init = jax.jit(lambda: self.model.init(jax.random.key(self.config.seed)), out_shardings=self.parameter_shardings)
+        return init()
 
 
 def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, scorer: Scorer) -> Loop:
@@ -113,6 +115,7 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
     config = foundation.config
     options = config.loop
     store = SnapshotStore(run_dir / "snapshots")
+    own = run_directory.own_part(run_dir)
     ring = SnapshotRing(config.snapshots.ring_capacity, store=store, persist_every=config.snapshots.persist_every)
     source = make_source(config.snapshots.old_logprobs, ring=ring, scorer=scorer)
     learner = Learner(
@@ -128,7 +131,7 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
     )
     rollouts = Rollouts(sampler, functools.partial(config.make_environment, Split.TRAIN), max_length=config.model.max_length)
     admission = Admission(
-        options.groups_per_step,
+        processes.share(options.groups_per_step, "--groups-per-step"),
         options.group_size,
         max_staleness=options.max_staleness,
         publish_every=options.publish_every,
@@ -144,8 +147,8 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
         admission=admission,
         source=source,
         probe=probe,
-        ledger=Ledger(run_dir / "ledger"),
-        metrics=MetricsWriter(run_dir / run_directory.METRICS),
-        timeline=Timeline(run_dir / "timeline.jsonl"),
+        ledger=Ledger(own / "ledger"),
+        metrics=MetricsWriter(own / run_directory.METRICS),
+        timeline=Timeline(own / "timeline.jsonl"),
     )
     return Loop(rooms, options, lengths=foundation.lengths, seed=config.seed)

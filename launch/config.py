@@ -93,6 +93,10 @@ class Invocation(Config):
 
     resume: bool = False  # go on from the newest checkpoint in --run-dir, with the config of that run
     repeat: pathlib.Path | None = None  # run again, in one thread, in the order that this run of --schedule threads recorded
+    distributed: bool = False  # this is one of several processes; on a TPU pod they find each other
+    coordinator: str | None = None  # elsewhere: host:port of process 0, the same for all
+    num_processes: int | None = None  # elsewhere: how many there are
+    process_id: int | None = None  # elsewhere: which one this is, from 0
 
     @property
     def config(self) -> Config:

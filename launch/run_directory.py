@@ -12,6 +12,7 @@ from importlib import metadata
 import cattrs.preconf.json
 
 from launch.config import Config, ConfigError
+from rl import processes
 
 CONFIG, SUMMARY, METRICS = "config.json", "summary.json", "metrics.jsonl"
 PACKAGES = (
@@ -40,9 +41,15 @@ def _converter() -> cattrs.Converter:
 def create(config: Config, name: str) -> pathlib.Path:
     """Makes the run's directory and writes its resolved config, with the versions of the packages and the commit.
 
+    Several processes share a directory, on a file system that all of them see; the first one makes it.
+
     Raises:
       ConfigError: it is there already and not empty.
     """
+    return pathlib.Path(processes.first_does(lambda: str(_create(config, name))))
+
+
+def _create(config: Config, name: str) -> pathlib.Path:
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     run_dir = config.run_dir or pathlib.Path("runs") / f"{started}-{name}-seed{config.seed}"
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
@@ -54,6 +61,18 @@ def create(config: Config, name: str) -> pathlib.Path:
     return run_dir
 
 
+def own_part(run_dir: pathlib.Path) -> pathlib.Path:
+    """Where this process writes what is its own: metrics and ledger of its share. The first one's part is the run's directory."""
+    part = run_dir if processes.is_first() else run_dir / f"process-{processes.index():03d}"
+    part.mkdir(exist_ok=True)
+    return part
+
+
+def parts(run_dir: pathlib.Path) -> list[pathlib.Path]:
+    """The parts of all processes of a run."""
+    return [run_dir, *sorted(run_dir.glob("process-*"))]
+
+
 def reopen(run_dir: pathlib.Path, config: Config) -> str | None:
     """Prepares a run's directory for going on with `config`, which may have other `steps` than before.
 
@@ -63,6 +82,10 @@ def reopen(run_dir: pathlib.Path, config: Config) -> str | None:
     Raises:
       ConfigError: no run lies there, or it has ended.
     """
+    return processes.first_does(lambda: _reopen(run_dir, config)) or None
+
+
+def _reopen(run_dir: pathlib.Path, config: Config) -> str:
     content = _read(run_dir)
     if (run_dir / SUMMARY).exists() and config.steps <= content["config"]["steps"]:
         steps = content["config"]["steps"]
@@ -72,16 +95,21 @@ def reopen(run_dir: pathlib.Path, config: Config) -> str | None:
     (run_dir / SUMMARY).unlink(missing_ok=True)
     before, now = ({**origin["versions"], "commit": origin["commit"]} for origin in (content, _origin()))
     changes = [f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
-    return ", ".join(changes) or None
+    return ", ".join(changes)
 
 
 def clear(run_dir: pathlib.Path) -> None:
     """Empties the directory of a run that stopped before its first checkpoint, but for its config."""
+    processes.first_does(lambda: _clear(run_dir))
+
+
+def _clear(run_dir: pathlib.Path) -> str:
     for path in run_dir.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         elif path.name != CONFIG:
             path.unlink()
+    return ""
 
 
 def _origin() -> dict:

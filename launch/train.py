@@ -13,13 +13,16 @@ import pathlib
 import sys
 import time
 
-from launch import run_directory
+from rich.console import Console
+
+from launch import distributed, run_directory
 from launch.build import Foundation, build_loop
 from launch.config import Config, ConfigError, Invocation, check, parse, parse_options
 from launch.display import Display
 from launch.stopping import StopRequest
 from launch.summary import show, summarise
 from models.transformer import Params
+from rl import processes
 from rl.checkpoint import RunCheckpoints
 from rl.environments import Split
 from rl.evaluation import evaluate
@@ -35,23 +38,31 @@ def main(arguments: list[str]) -> int:
     stop = StopRequest()
     try:
         name, invocation = parse(arguments, program=PROGRAM)
+        distributed.join(invocation)
         if invocation.resume or invocation.repeat:
             invocation = _as_before(arguments, invocation)
         config = invocation.config
         check(config)
         foundation = Foundation.of(config)
         foundation.check()
-        order = read_interleaving(invocation.repeat / INTERLEAVING) if invocation.repeat else None
+        order = read_interleaving(_own_order(invocation.repeat)) if invocation.repeat else None
         changes = run_directory.reopen(config.run_dir, config) if invocation.resume else None
         run_dir = config.run_dir if invocation.resume else run_directory.create(config, name)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    with Display(config.steps) as display, stop.listening():
+    console = None if processes.is_first() else Console(quiet=True)
+    together = distributed.ending_together(invocation, go_on_command(run_dir))
+    with together, Display(config.steps, console) as display, stop.listening():
         if changes:
             display.phase(f"note: not the packages or the commit that the run was begun with: {changes}")
         Run(foundation, run_dir, display, stop=stop, order=order).train(resume=invocation.resume)
     return 0
+
+
+def go_on_command(run_dir: pathlib.Path) -> str:
+    """What a user types to go on with a run that has stopped."""
+    return f"{PROGRAM} --resume --run-dir {run_dir}"
 
 
 def _as_before(arguments: list[str], invocation: Invocation) -> Invocation:
@@ -73,6 +84,10 @@ def _as_before(arguments: list[str], invocation: Invocation) -> Invocation:
         if saved != wanted and field.name != "steps":
             raise ConfigError(f"{field.name} is {wanted}, but that run has {saved}; only --steps may change")
     return asked
+
+
+def _own_order(run_dir: pathlib.Path) -> pathlib.Path:
+    return run_directory.parts(run_dir)[processes.index()] / INTERLEAVING
 
 
 class Run:
@@ -110,10 +125,10 @@ class Run:
         if saved is None:
             loop.start(params)
         else:
-            step, state = saved
+            step, shared, own = saved
             self._display.phase(f"going on after learner step {step}")
-            self._schedule.restore(state["run"])
-            self._facts = state["facts"]
+            self._schedule.restore({"shared": shared, "own": own["run"]})
+            self._facts = own["facts"]
         if "before" not in self._facts and not self._stop.requested:
             self._display.phase("self-test: is a replay bitwise on this platform?")
             self._facts |= {"exactness": scorer.self_test(loop.live), "before": self._evaluate()}
@@ -122,8 +137,7 @@ class Run:
         if loop.step < self._config.steps:
             self._checkpoint()
             self._checkpoints.close()
-            go_on = f"{PROGRAM} --resume --run-dir {self._run_dir}"
-            self._display.phase(f"stopped after learner step {loop.step}; go on with: {go_on}")
+            self._display.phase(f"stopped after learner step {loop.step}; go on with: {go_on_command(self._run_dir)}")
             return None
         return self._conclude()
 
@@ -147,7 +161,7 @@ class Run:
             return loop
         if self._foundation.sampler_mesh is self._foundation.mesh:
             self._display.phase("note: sampler and learner share their devices, so they take turns; see --sampler-devices")
-        return Threads(loop, Interleaving(self._run_dir / INTERLEAVING))
+        return Threads(loop, Interleaving(run_directory.own_part(self._run_dir) / INTERLEAVING))
 
     def _advance(self) -> None:
         """Learner steps, with a checkpoint every so many, until all are done or a stop is asked for."""
@@ -165,15 +179,17 @@ class Run:
         """A repeated run has none of its own: taking one is part of the order that it repeats."""
         if self._order is None and self._config.checkpoint_every or self._stop.requested:
             facts = self._facts | {"seconds": self._seconds()}
-            self._checkpoints.save(self._loop.step, {"run": self._schedule.state(), "facts": facts})
+            state = self._schedule.state()
+            self._checkpoints.save(self._loop.step, state["shared"], {"run": state["own"], "facts": facts})
 
     def _conclude(self) -> dict:
         self._loop.finish()
         self._checkpoints.close()
         after = self._evaluate()
-        rows = run_directory.read_metrics(self._run_dir)
+        part = run_directory.own_part(self._run_dir)
+        rows = run_directory.read_metrics(part)
         summary = summarise(rows, self._loop, self._facts | {"after": after, "seconds": self._seconds()})
-        run_directory.write_json(self._run_dir / run_directory.SUMMARY, summary)
+        run_directory.write_json(part / run_directory.SUMMARY, summary)
         show(summary, self._display)
         self._display.phase(f"done; verify with: python -m launch.audit {self._run_dir} --replay 50")
         return summary
@@ -185,7 +201,7 @@ class Run:
         success = {}
         for name, greedy in (("greedy", True), ("sampled", False)):
             sampler = self._make_sampler()
-            sampler.publish(loop.version, loop.live)
+            sampler.publish(loop.version, loop.own_live)
             success[name] = evaluate(
                 sampler,
                 functools.partial(config.make_environment, Split.HELD_OUT),

@@ -1,20 +1,24 @@
 """Checkpoints of a whole run: written beside the run, whole or not at all, the newest few kept.
 
-A run's state is a tree of dicts, lists, JSON values and numpy arrays (every room's `state()`). Orbax stores large arrays as they
-are. The many small ones, of what is under way, and the tree itself are packed into one: an entry each would take longer than the
-rest.
+A run's state is a tree of dicts, lists, JSON values and numpy arrays (every room's `state()`). Orbax stores the large arrays as
+they are. The many small ones, of what is under way, and the tree itself are packed into one: an entry each would take longer than
+the rest. Several processes write one checkpoint: each packs all of what is its own.
 """
 
 import io
 import json
+import math
 import pathlib
 
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from rl import processes
+
 LARGE = 1 << 16
 """Bytes from which an array is stored by itself."""
 
+PACKED, _OWN = "packed", "own"  # names of what is stored
 _ARRAY = "$array"  # the key of what stands for an array in the tree
 
 
@@ -35,11 +39,18 @@ class RunCheckpoints:
         self._keep = keep
         self._checkpointer: ocp.training.Checkpointer | None = None
 
-    def save(self, step: int, state: dict) -> None:
-        """Starts to write a state and returns; the arrays must not change before `wait`, or the next `save`, returns."""
+    def save(self, step: int, shared: dict, own: dict) -> None:
+        """Starts to write a state and returns; the arrays must not change before `wait`, or the next `save`, returns.
+
+        Args:
+          step: the learner step; a checkpoint of this step that is there already is replaced.
+          shared: what all processes have alike.
+          own: what each has for itself.
+        """
         self.wait()
-        # Orbax replaces no checkpoint: one of this step is there only if the run went back behind it.
-        self._open().save_async(step, _pack(state), overwrite=True)
+        packed = processes.gather_bytes(_pack(own, large=math.inf)[PACKED].tobytes())
+        parts = {f"{_OWN}{index:06d}": np.frombuffer(content, np.uint8) for index, content in enumerate(packed)}
+        self._open().save_async(step, {**_pack(shared), **parts}, overwrite=True)
 
     def wait(self) -> None:
         """Returns when what was saved is on disk; raises what made it fail."""
@@ -52,11 +63,11 @@ class RunCheckpoints:
             self._checkpointer.close()
             self._checkpointer = None
 
-    def latest(self) -> tuple[int, dict] | None:
-        """The step and the state of the newest whole checkpoint; None if there is none.
+    def latest(self) -> tuple[int, dict, dict] | None:
+        """The step, the shared and this process's own state of the newest whole checkpoint; None if there is none.
 
         Raises:
-          CheckpointCorrupt: it is there but cannot be read.
+          CheckpointCorrupt: it is there but cannot be read, or other processes wrote it.
         """
         if not self._directory.is_dir():
             return None
@@ -64,7 +75,11 @@ class RunCheckpoints:
         if newest is None:
             return None
         try:
-            return newest.step, _unpack(self._open().load(newest.step))
+            stored = {name: np.asarray(array) for name, array in self._open().load(newest.step).items()}
+            own = [stored.pop(name) for name in sorted(stored) if name.startswith(_OWN)]
+            if len(own) != processes.num_processes():
+                raise ValueError(f"{len(own)} processes wrote it, and now there are {processes.num_processes()}")
+            return newest.step, _unpack(stored), _unpack({PACKED: own[processes.index()]})
         except Exception as error:  # whatever a damaged file makes of it
             raise CheckpointCorrupt(f"checkpoint {newest.step} in {self._directory} cannot be read: {error}; "
                                     "delete its directory to go on from the one before") from error
@@ -81,8 +96,8 @@ class RunCheckpoints:
         return self._checkpointer
 
 
-def _pack(state: dict) -> dict[str, np.ndarray]:
-    """The tree of arrays that Orbax stores."""
+def _pack(state: dict, *, large: float = LARGE) -> dict[str, np.ndarray]:
+    """The arrays that Orbax stores, by name: those of `large` bytes and more, and all else packed into one."""
     arrays: list[np.ndarray] = []
 
     def skeleton(value):
@@ -95,16 +110,16 @@ def _pack(state: dict) -> dict[str, np.ndarray]:
 
     tree = json.dumps(skeleton(state))
     # numpy's own format knows numpy's own types only.
-    large = {str(index): array for index, array in enumerate(arrays) if array.nbytes >= LARGE or array.dtype.isbuiltin != 1}
-    small = {str(index): array for index, array in enumerate(arrays) if str(index) not in large}
+    alone = {str(index): array for index, array in enumerate(arrays) if array.nbytes >= large or array.dtype.isbuiltin != 1}
+    small = {str(index): array for index, array in enumerate(arrays) if str(index) not in alone}
     packed = io.BytesIO()
     np.savez(packed, tree=np.frombuffer(tree.encode(), np.uint8), **small)
-    return {"packed": np.frombuffer(packed.getvalue(), np.uint8), **large}
+    return {PACKED: np.frombuffer(packed.getvalue(), np.uint8), **alone}
 
 
 def _unpack(stored: dict[str, np.ndarray]) -> dict:
     """The inverse of `_pack`."""
-    with np.load(io.BytesIO(np.asarray(stored["packed"]).tobytes()), allow_pickle=False) as packed:
+    with np.load(io.BytesIO(stored[PACKED].tobytes()), allow_pickle=False) as packed:
         arrays = {**{name: packed[name] for name in packed.files}, **stored}
     tree = json.loads(arrays["tree"].tobytes())
 

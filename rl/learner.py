@@ -20,6 +20,7 @@ import optax
 from models.config import Precision
 from models.sharding import batch_sharding, check_rows, num_batch_shards, parameter_shardings, replicated
 from models.transformer import Model, Params
+from rl import processes
 from rl.corrections import Discrepancy
 from rl.logprobs import score
 from rl.losses import Denominator, Metrics, combine_metrics, decoupled_ppo_terms, finalize_metrics, row_weights
@@ -213,17 +214,19 @@ class Learner:
     def step(self, batch: Batch, *, version: int) -> StepMetrics:
         """One learner step on a host batch; `version` is the learner's policy version. Results are dispatched, not awaited.
 
+        Each of several processes gives its share of the rows; a minibatch takes equally many from all.
+
         Raises:
           ShardingError, ValueError: the rows do not divide into minibatches, microbatches and devices.
         """
         options = self._step_options
-        check_batch_rows(len(batch.tokens), options, self._mesh)
+        check_batch_rows(len(batch.tokens) * processes.num_processes(), options, self._mesh)
         updates = []
         for epoch in range(options.epochs):
             order = np.random.default_rng((self._seed, self.num_steps, epoch)).permutation(len(batch.tokens))
             for rows in np.split(order, options.minibatches):
-                minibatch = jax.device_put(jax.tree.map(lambda array, rows=rows: np.asarray(array)[rows], batch), self._rows)
-                versions = jax.device_put(np.full(len(rows), version, np.int32), self._rows)
+                minibatch = jax.tree.map(lambda array, rows=rows: np.asarray(array)[rows], batch)
+                minibatch, versions = processes.from_rows((minibatch, np.full(len(rows), version, np.int32)), self._rows)
                 with jax.transfer_guard("disallow"):
                     weights = self._row_weights(minibatch.loss_mask)
                     self.train_state, loss, sums, norm = self._update(self.train_state, (minibatch, weights, versions))
@@ -236,8 +239,11 @@ class Learner:
         return StepMetrics(whole, each)
 
     def state(self) -> dict:
-        """Master weights and moments as numpy arrays in a fixed order, and the step count."""
-        return {"num_steps": self.num_steps, "leaves": [np.array(leaf) for leaf in jax.tree.leaves(self.train_state)]}
+        """Master weights and moments as numpy arrays in a fixed order, and the step count.
+
+        Collective with several processes; every process then has the global arrays.
+        """
+        return {"num_steps": self.num_steps, "leaves": [processes.whole(leaf) for leaf in jax.tree.leaves(self.train_state)]}
 
     def restore(self, state: dict) -> None:
         """Takes a `state` back, sharded as this learner shards.
@@ -251,7 +257,7 @@ class Learner:
             raise ValueError(f"the saved learner has arrays of shapes {found}, wanted {shapes}; "
                              "restore it with the config of its run")
         shardings, structure = jax.tree.flatten(self.shardings)
-        leaves = [jax.device_put(leaf, sharding) for leaf, sharding in zip(state["leaves"], shardings, strict=True)]
+        leaves = processes.from_whole(state["leaves"], shardings)
         self.train_state = self._copy(jax.tree.unflatten(structure, leaves))
         self.num_steps = state["num_steps"]
 

@@ -16,6 +16,7 @@ number of decode steps comes with each learner step; `rl.threads` runs both side
 
 import dataclasses
 import enum
+import json
 import math
 import time
 from collections.abc import Callable
@@ -24,13 +25,14 @@ import jax
 import numpy as np
 
 from models.transformer import Params
+from rl import processes
 from rl.admission import Admission, DropReason, StalePolicy
 from rl.advantages import AdvantageEstimator, group_advantages
 from rl.batching import bucket_length, make_batch
 from rl.exactness import ExactnessProbe
 from rl.learner import Learner
 from rl.ledger import Ledger, ScoredTrajectory
-from rl.metrics import MetricsWriter, batch_metrics, staleness_metrics
+from rl.metrics import MetricsWriter, batch_metrics, combine, staleness_metrics
 from rl.old_logprobs import Anchored, OldLogprobSource
 from rl.rollout import Rollouts, RolloutStep
 from rl.sampler import Sampler
@@ -105,10 +107,12 @@ class Loop:
 
     def __init__(self, rooms: Rooms, options: LoopOptions, *, lengths: tuple[int, ...], seed: int):
         self._rooms, self._options, self._lengths, self._seed = rooms, options, lengths, seed
+        self._num_groups = processes.share(options.groups_per_step, "--groups-per-step")
         self.step = 0
         self.version = 0  # of the learner; the sampler's follows
         self._next_group = 0
-        self._counts = {"skipped_publishes": 0, "tokens_generated": 0}
+        self._skipped_publishes = 0
+        self._tokens_generated = 0  # since the last row of metrics
         self._wants_room = False  # the ring was full, and the policy is to drop the stalest groups
         self._has_news = False  # the ring's newest version is not yet the sampler's
         self._superseded: list[tuple[int, Params, list[Trajectory]]] = []  # versions to be scored live, and what holds them
@@ -116,12 +120,14 @@ class Loop:
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._recorded = time.perf_counter()  # the last row of metrics
         self.live: Params | None = None  # published parameters of the present version, on the learner's devices
-        self._sampling: Params | None = None  # those of the sampler's version
+        self.own_live: Params | None = None  # the same, where a sampler of this process can get at them
+        self._sampling: Params | None = None  # `live` of the sampler's version
 
     def start(self, params: Params) -> None:
         """Gives the learner its weights and publishes them as version 0: the first token is sampled by what will be trained."""
         self._rooms.learner.start(params)
         self.live = self._rooms.learner.published()
+        self.own_live = processes.own_copy(self.live)
         self._rooms.ring.put(0, self.live)
         self._serve()
 
@@ -138,7 +144,7 @@ class Loop:
     @property
     def has_batch(self) -> bool:
         """Whether enough groups are queued for a learner step, unless some of them have grown too old."""
-        return self._rooms.admission.queued >= self._options.groups_per_step
+        return self._rooms.admission.queued >= self._num_groups
 
     @property
     def max_decode_steps(self) -> int:
@@ -175,7 +181,8 @@ class Loop:
             self._supersede()
             self._serve()
         for _ in range(self._rooms.admission.credit(self.step)):
-            group_id, size = self._next_group, self._options.group_size
+            # Each process has its own groups, numbered without a gap over all.
+            group_id, size = self._next_group * processes.num_processes() + processes.index(), self._options.group_size
             request_ids = list(range(group_id * size, (group_id + 1) * size))
             self._rooms.admission.start(group_id, request_ids)
             self._rooms.rollouts.start(group_id, request_ids, seed=instance_seed(self._seed, group_id))
@@ -188,7 +195,7 @@ class Loop:
 
     def end_round(self, rolled: RolloutStep) -> None:
         """Pins the versions of new tokens, and hands in what has finished."""
-        self._counts["tokens_generated"] += rolled.num_tokens
+        self._tokens_generated += rolled.num_tokens
         self._rooms.ring.pin(rolled.new_versions)
         for trajectory in rolled.finished:
             self._rooms.admission.finish(trajectory)
@@ -206,7 +213,7 @@ class Loop:
         rooms = self._rooms
         before = rooms.sampler.version
         rooms.ring.pin([self.version])
-        rooms.sampler.publish(self.version, self.live)
+        rooms.sampler.publish(self.version, self.own_live)
         self._sampling, self._has_news = self.live, False
         if before >= 0:
             rooms.ring.release([before])
@@ -246,12 +253,13 @@ class Loop:
     def stuck(self) -> str:
         """Why nothing can go on, in words."""
         return (f"learner step {self.step}: no rollout is running, none may start, and no batch is ready "
-                f"({self._rooms.admission.queued} groups queued, {self._options.groups_per_step} wanted); credit was lost")
+                f"({self._rooms.admission.queued} groups queued, {self._num_groups} wanted); credit was lost")
 
     def learn(self, groups: list[list[Trajectory]]) -> dict:
-        """One learner step on groups that were taken; returns what is known of it."""
-        batch, facts = self.timed("replay", self._assemble, [trajectory for group in groups for trajectory in group])
-        return facts | self.timed("train", self._train, batch)
+        """One learner step on groups that were taken; returns its metrics."""
+        trajectories = [trajectory for group in groups for trajectory in group]
+        batch, own = self.timed("replay", self._assemble, trajectories)
+        return {"version": self.version, **self.timed("train", self._train, batch), "own": own}
 
     def _assemble(self, trajectories: list[Trajectory]) -> tuple[Batch, dict]:
         """From trajectories to a batch: anchors by the source, rows in the ledger, advantages by group."""
@@ -261,11 +269,7 @@ class Loop:
         if rooms.source.exact:
             rooms.probe.check(anchored.trajectories)
         self._write_ledger(anchored)
-        facts = {
-            "version": self.version,
-            **batch_metrics(anchored.trajectories),
-            **staleness_metrics(anchored.trajectories, self.version),
-        }
+        facts = {**batch_metrics(anchored.trajectories), **staleness_metrics(anchored.trajectories, self.version)}
         has_reward = np.asarray([trajectory.reward is not None for trajectory in trajectories])
         advantages = group_advantages(
             np.asarray([trajectory.reward or 0.0 for trajectory in trajectories], np.float64),
@@ -277,8 +281,8 @@ class Loop:
             anchored.trajectories,
             proximal_logprobs=anchored.proximal_logprobs,
             advantages=advantages,
-            num_rows=self._options.groups_per_step * self._options.group_size,
-            length=bucket_length(max(map(len, trajectories)), self._lengths),
+            num_rows=self._num_groups * self._options.group_size,
+            length=bucket_length(int(processes.gather(max(map(len, trajectories))).max()), self._lengths),
         )
         return batch, facts
 
@@ -317,7 +321,7 @@ class Loop:
             return False
         if self._rooms.ring.make_room():
             return True
-        self._counts["skipped_publishes"] += 1
+        self._skipped_publishes += 1
         self._wants_room = self._options.ring_full is RingFullPolicy.DROP_STALEST
         return False
 
@@ -326,27 +330,28 @@ class Loop:
         if due:
             self.offer(self.snapshot())
 
-    def snapshot(self) -> Params:
-        """Puts the learner's policy into the ring as the next version, and returns its parameters."""
+    def snapshot(self) -> tuple[Params, Params]:
+        """Puts the learner's policy into the ring as the next version, and returns it for `offer`."""
         return self.timed("publish", self._snapshot)
 
-    def _snapshot(self) -> Params:
+    def _snapshot(self) -> tuple[Params, Params]:
         live = self._rooms.learner.published()
         self._rooms.ring.put(self.version + 1, live)
-        return live
+        return live, processes.own_copy(live)
 
-    def offer(self, live: Params) -> None:
+    def offer(self, snapshot: tuple[Params, Params]) -> None:
         """Makes what was put into the ring the present version; the sampler takes it up when its next round begins."""
         self.version += 1
-        self.live, self._has_news = live, True
+        (self.live, self.own_live), self._has_news = snapshot, True
 
     def record(self, facts: dict) -> dict:
-        """Writes the step's row of metrics, and returns it."""
+        """Writes the step's row of metrics, and returns it. What each process knows of its own share is combined."""
         rooms, elapsed = self._rooms, time.perf_counter() - self._recorded
+        own = {**facts.pop("own"), "tokens_generated": self._tokens_generated, **rooms.admission.metrics()}
         row = {
             **facts,
-            **self._counts,
-            **rooms.admission.metrics(),
+            **combine([json.loads(content) for content in processes.gather_bytes(json.dumps(own).encode())]),
+            "skipped_publishes": self._skipped_publishes,
             "exactness_error_max": rooms.probe.max_error,
             "ring_versions": len(rooms.ring.versions),
             "ring_bytes": rooms.ring.nbytes,
@@ -354,7 +359,7 @@ class Loop:
             "seconds_step": elapsed,
         }
         self._record_snapshots(rooms.ring.persisted[:-1])
-        self._counts["tokens_generated"] = 0
+        self._tokens_generated = 0
         self._seconds, self._recorded = dict.fromkeys(STAGES, 0.0), self._recorded + elapsed
         rooms.metrics.write(self.step, row)
         rooms.timeline.flush(self.step)
@@ -362,7 +367,7 @@ class Loop:
 
     def _record_snapshots(self, versions: tuple[int, ...]) -> None:
         """Gives complete snapshots their rows. The newest waits for the next, so that no row depends on how fast a disk is."""
-        for version in versions:
+        for version in versions if processes.is_first() else ():
             if version not in self._rooms.ledger.snapshots:
                 self._rooms.ledger.record_snapshot(version, self._rooms.store.digest(version))
 
@@ -393,6 +398,8 @@ class Loop:
     def state(self) -> dict:
         """The whole run as plain arrays and JSON values, between two rounds and two learner steps.
 
+        `shared` is what several processes have alike, the large part; `own` what each has for itself. Collective.
+
         The sampler's caches become stale, and its policy the newest: a checkpoint is a version boundary, whether or not the run
         goes on from it.
         """
@@ -401,37 +408,43 @@ class Loop:
             self._supersede()
             self._serve()
         self._settle_probe()
-        return {
+        ring = rooms.ring.state()
+        shared = {"learner": rooms.learner.state(), "snapshots": ring.pop("params")}
+        own = {
             "step": self.step,
             "version": self.version,
             "next_group": self._next_group,
-            "counts": dict(self._counts),
+            "skipped_publishes": self._skipped_publishes,
+            "tokens_generated": self._tokens_generated,
             "wants_room": self._wants_room,
             **{name: room.state() for name, room in self._stateful().items()},
-            "ring": rooms.ring.state(),
+            "ring": ring,
             "rollouts": rooms.rollouts.state(),
             "sampler": rooms.sampler.state(),
         }
+        return {"shared": shared, "own": own}
 
     def restore(self, state: dict) -> None:
         """Takes a `state` back into rooms built from the same configuration."""
-        rooms = self._rooms
+        rooms, shared, state = self._rooms, state["shared"], state["own"]
         self.step, self.version, self._next_group = state["step"], state["version"], state["next_group"]
-        self._counts, self._wants_room = dict(state["counts"]), state["wants_room"]
+        self._skipped_publishes, self._tokens_generated = state["skipped_publishes"], state["tokens_generated"]
+        self._wants_room = state["wants_room"]
         self._has_news, self._superseded, self._forgotten = False, [], []
-        rooms.ring.restore(state["ring"], rooms.learner.published_shapes)
-        rooms.store.discard_after(self.version)
+        rooms.learner.restore(shared["learner"])
+        rooms.ring.restore({**state["ring"], "params": shared["snapshots"]}, rooms.learner.published_shapes)
+        processes.first_does(lambda: rooms.store.discard_after(self.version) or "")
         for name, room in self._stateful().items():
             room.restore(state[name])
         self.live = self._sampling = rooms.ring.get(self.version)
-        rooms.sampler.restore(state["sampler"], self.live)
+        self.own_live = processes.own_copy(self.live)
+        rooms.sampler.restore(state["sampler"], self.own_live)
         rooms.rollouts.restore(state["rollouts"])
 
     def _stateful(self) -> dict:
         """The rooms that need nothing but their own state."""
         rooms = self._rooms
         return {
-            "learner": rooms.learner,
             "admission": rooms.admission,
             "probe": rooms.probe,
             "ledger": rooms.ledger,

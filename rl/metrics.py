@@ -148,3 +148,18 @@ def batch_metrics(trajectories: list[Trajectory]) -> dict:
         if len(differences):
             facts |= {"engine_numerics": float(differences.mean()), "engine_numerics_max": float(differences.max())}
     return facts
+
+
+def combine(rows: Sequence[Mapping[str, float | int | None]]) -> dict[str, float | int | None]:
+    """One row from those of several processes with equal shares: counts add up, of `_min` and `_max` the outermost counts, any
+    other figure is averaged. What a process does not know is left out."""
+    combined = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if name.endswith("_max") or name.endswith("_min"):
+            combined[name] = (max if name.endswith("_max") else min)(values, default=None)
+        elif all(isinstance(value, int) for value in values):
+            combined[name] = sum(values) if values else None
+        else:
+            combined[name] = sum(values) / len(values)
+    return combined

@@ -16,6 +16,7 @@ import numpy as np
 
 from models.sharding import batch_sharding, num_batch_shards, parameter_shardings
 from models.transformer import Model, Params
+from rl import processes
 from rl.batching import bucket_length, pad_rows
 from rl.logprobs import score
 
@@ -41,7 +42,7 @@ class Scorer:
       model: the decoder's structure.
       mesh: parameters are sharded over it as the learner shards them, rows over data and fsdp; as in the learner, weights are
         gathered to the rows.
-      rows_per_device: rows in a call, for each device that holds rows.
+      rows_per_device: rows in a call, for each device that holds rows. Several processes share a call, each with rows of its own.
       lengths: the length buckets.
       temperature: that of sampling.
     """
@@ -51,6 +52,7 @@ class Scorer:
         if rows_per_device < 1:
             raise ValueError(f"the scorer takes {rows_per_device} rows a device, wanted at least 1; change --score-rows")
         self.rows = rows_per_device * num_batch_shards(mesh)
+        self._own_rows = processes.share(self.rows, "rows of a scored call")
         self.lengths = lengths
         self._row_sharding = batch_sharding(mesh)
         self._parameter_shardings = parameter_shardings(model.axes, model.shapes, mesh)
@@ -64,19 +66,21 @@ class Scorer:
     def score(self, params: Params, rows: Sequence[np.ndarray]) -> list[RowScore]:
         """Scores rows of int32 tokens [T], each in the smallest bucket that holds it.
 
-        Rows of one bucket share calls, ceil(rows / bucket rows) of them; all calls are dispatched before any result is read.
+        Rows of one bucket share calls, ceil(rows / bucket rows) of them; all calls are dispatched before any result is read. With
+        several processes this is collective: the one with the most rows decides about the number of calls.
         """
         params = self._place(params)
-        by_length: dict[int, list[int]] = {}
+        by_length: dict[int, list[int]] = {length: [] for length in self.lengths}
         for index, row in enumerate(rows):
-            by_length.setdefault(bucket_length(len(row), self.lengths), []).append(index)
-        calls = [(length, indices[first:first + self.rows])
-                 for length, indices in sorted(by_length.items()) for first in range(0, len(indices), self.rows)]
+            by_length[bucket_length(len(row), self.lengths)].append(index)
+        num_calls = processes.gather([-(-len(indices) // self._own_rows) for indices in by_length.values()]).max(axis=0)
+        calls = [(length, indices[call * self._own_rows : (call + 1) * self._own_rows])
+                 for (length, indices), count in zip(by_length.items(), num_calls, strict=True) for call in range(count)]
         pending = [self._dispatch(self._score, params, [rows[index] for index in indices], length) for length, indices in calls]
         scores: list[RowScore | None] = [None] * len(rows)
         for (length, indices), logprobs in zip(calls, pending, strict=True):
-            logprobs = np.asarray(logprobs)
-            self.num_padded_tokens += self.rows * length
+            logprobs = processes.own_rows(logprobs)
+            self.num_padded_tokens += self._own_rows * length
             for position, index in enumerate(indices):
                 self.num_scored_tokens += len(rows[index])
                 scores[index] = RowScore(logprobs[position, :len(rows[index])].copy(), Bucket(self.rows, length))
@@ -91,13 +95,13 @@ class Scorer:
         params = self._place(params)
         rng = np.random.default_rng(0)
         length = self.lengths[-1]
-        rows = [rng.integers(self._vocab_size, size=length - index % 3).astype(np.int32) for index in range(self.rows)]
-        order = rng.permutation(self.rows)
-        first = np.asarray(self._dispatch(self._score, params, rows, length))
-        permuted = np.asarray(self._dispatch(self._score, params, [rows[index] for index in order], length, fill=1))
-        recompiled = np.asarray(self._dispatch(self._compile(), params, rows, length))
-        differences = {"permuted_rows_max_error": float(np.abs(permuted - first[order]).max()),
-                       "recompiled_max_error": float(np.abs(recompiled - first).max())}
+        rows = [rng.integers(self._vocab_size, size=length - index % 3).astype(np.int32) for index in range(self._own_rows)]
+        order = rng.permutation(self._own_rows)
+        first = processes.own_rows(self._dispatch(self._score, params, rows, length))
+        permuted = processes.own_rows(self._dispatch(self._score, params, [rows[index] for index in order], length, fill=1))
+        recompiled = processes.own_rows(self._dispatch(self._compile(), params, rows, length))
+        errors = processes.gather([np.abs(permuted - first[order]).max(), np.abs(recompiled - first).max()]).max(axis=0)
+        differences = {"permuted_rows_max_error": float(errors[0]), "recompiled_max_error": float(errors[1])}
         device = self._row_sharding.mesh.devices.flat[0]
         return {"replay": "bitwise" if not any(differences.values()) else "approximate", **differences,
                 "platform": device.platform, "device_kind": device.device_kind, "num_devices": self._row_sharding.mesh.size,
@@ -114,7 +118,7 @@ class Scorer:
                        in_shardings=(self._parameter_shardings, rows, rows), out_shardings=rows)
 
     def _dispatch(self, program, params: Params, rows: Sequence[np.ndarray], length: int, fill: int = 0) -> jax.Array:
-        tokens = pad_rows(rows, length, fill=fill, num_rows=self.rows)
-        lengths = np.asarray([len(row) for row in rows] + [0] * (self.rows - len(rows)))
+        tokens = pad_rows(rows, length, fill=fill, num_rows=self._own_rows)
+        lengths = np.asarray([len(row) for row in rows] + [0] * (self._own_rows - len(rows)))
         valid = np.arange(length)[None, :] < lengths[:, None]
-        return program(params, jax.device_put(tokens, self._row_sharding), jax.device_put(valid, self._row_sharding))
+        return program(params, *processes.from_rows((tokens, valid), self._row_sharding))

@@ -14,7 +14,7 @@ import operator
 import threading
 from collections.abc import Iterable
 
-from rl import snapshot_store
+from rl import processes, snapshot_store
 
 
 class RingFull(ValueError):
@@ -82,16 +82,21 @@ class SnapshotRing:
             return sum(copy.nbytes for copy in self._copies.values())
 
     def has_room(self) -> bool:
-        """Whether `put` would find a place now."""
+        """Whether this process pins so few versions that `put` would find a place now."""
         with self._lock:
-            return len(self._copies) < self.capacity or self._leaving() is not None
+            return len(self._copies) < self.capacity or not all(self._pins[version] for version in self._candidates())
 
     def make_room(self) -> bool:
-        """Lets the oldest unpinned version go if the ring is full; returns whether the next `put` finds a place."""
+        """Lets the oldest unpinned version go if the ring is full; returns whether the next `put` finds a place.
+
+        Collective with several processes: their rings hold the same versions, and one leaves only if none of them pins it.
+        """
         with self._lock:
             if len(self._copies) < self.capacity:
                 return True
-            leaving = self._leaving()
+            candidates = self._candidates()
+            is_pinned = processes.gather([self._pins[version] > 0 for version in candidates]).any(axis=0)
+            leaving = next((version for version, pinned in zip(candidates, is_pinned, strict=True) if not pinned), None)
             if leaving is not None:
                 del self._copies[leaving]
             return leaving is not None
@@ -227,10 +232,9 @@ class SnapshotRing:
                                   "pin a version as soon as a token of it exists, or mask the token and count it")
             return self._copies[version]
 
-    def _leaving(self) -> int | None:
-        """The version that leaves next: the oldest unpinned one, or None.
+    def _candidates(self) -> list[int]:
+        """The versions that may leave a full ring, unless they are pinned; oldest first.
 
         Never the newest, which the sampler still writes tokens with; but a ring of one has no other, and its sampler is paused.
         """
-        candidates = list(self._copies)[: max(self.capacity - 1, 1)]
-        return next((version for version in candidates if not self._pins[version]), None)
+        return list(self._copies)[: max(self.capacity - 1, 1)]

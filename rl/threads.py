@@ -122,12 +122,14 @@ class Threads:
     def state(self) -> dict:
         """The state of loop and interleaving, between two calls of `run`. Taking it changes what follows, so it is noted."""
         self._interleaving.note(Operation.STATE)
-        return {**self._loop.state(), "interleaving": self._interleaving.state()}
+        state = self._loop.state()
+        state["own"]["interleaving"] = self._interleaving.state()
+        return state
 
     def restore(self, state: dict) -> None:
         """Takes a `state` back, into a loop built from the same configuration."""
         self._loop.restore(state)
-        self._interleaving.restore(state["interleaving"])
+        self._interleaving.restore(state["own"]["interleaving"])
 
     # --- the sampler's thread ---
 

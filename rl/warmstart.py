@@ -13,6 +13,7 @@ import numpy as np
 from models.sharding import batch_sharding, check_rows, num_batch_shards, replicated
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
+from rl import processes
 from rl.batching import bucket_length, pad_rows
 from rl.environments import Environment
 from rl.learner import LearnerState, OptimizerOptions, make_update, state_shardings
@@ -108,7 +109,7 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
     for number in range(options.updates):
         rows = rng.choice(options.episodes, options.rows, replace=False)
         weights = np.full(options.rows, 1 / max(int(masks[rows].sum()), 1), np.float32)
-        minibatch = jax.device_put((tokens[rows], valid[rows], masks[rows], weights), batch_sharding(mesh))
+        minibatch = processes.from_whole((tokens[rows], valid[rows], masks[rows], weights), batch_sharding(mesh))
         state, loss, _, _ = update(state, minibatch)
         progress(number + 1, float(loss))
     return state.params

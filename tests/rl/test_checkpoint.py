@@ -55,40 +55,41 @@ def test_packing_keeps_every_bit(state):
 def test_a_state_comes_back_from_disk(tmp_path):
     checkpoints = RunCheckpoints(tmp_path / "checkpoints")
     assert checkpoints.latest() is None
-    checkpoints.save(3, STATE)
+    checkpoints.save(3, STATE, {"mine": {**STATE, "half": None}})
     checkpoints.close()
-    step, state = RunCheckpoints(tmp_path / "checkpoints").latest()
+    step, state, own = RunCheckpoints(tmp_path / "checkpoints").latest()
     assert step == 3
     assert_same(state, STATE)
+    assert_same({"mine": {**STATE, "half": None}}, own)
     state["large"][0] = 1  # it is the caller's own
 
 
 def test_the_newest_two_are_kept_and_one_step_can_be_saved_again(tmp_path):
     checkpoints = RunCheckpoints(tmp_path)
     for step in (0, 4, 8):
-        checkpoints.save(step, {"step": step})
-    checkpoints.save(8, {"step": "again"})
+        checkpoints.save(step, {"step": step}, {"own": step})
+    checkpoints.save(8, {"step": "again"}, {"own": "again"})
     checkpoints.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "8"]
-    assert RunCheckpoints(tmp_path).latest() == (8, {"step": "again"})
+    assert RunCheckpoints(tmp_path).latest() == (8, {"step": "again"}, {"own": "again"})
 
 
 def test_what_is_half_written_is_not_chosen_and_is_cleaned_away(tmp_path):
     checkpoints = RunCheckpoints(tmp_path)
-    checkpoints.save(4, STATE)
+    checkpoints.save(4, STATE, {})
     checkpoints.close()
     shutil.copytree(tmp_path / "4", tmp_path / "8.orbax-checkpoint-tmp")
     (tmp_path / "8.orbax-checkpoint-tmp" / "commit_success.txt").unlink(missing_ok=True)
     again = RunCheckpoints(tmp_path)
     assert again.latest()[0] == 4
-    again.save(8, {"step": 8})
+    again.save(8, {"step": 8}, {})
     again.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "8"]
 
 
 def test_a_damaged_one_is_named(tmp_path):
     checkpoints = RunCheckpoints(tmp_path)
-    checkpoints.save(4, STATE)
+    checkpoints.save(4, STATE, {})
     checkpoints.close()
     for path in (tmp_path / "4").rglob("*"):
         if path.is_file() and path.stat().st_size > 1000:

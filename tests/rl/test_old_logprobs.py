@@ -90,7 +90,7 @@ def test_snapshot_fetches_each_version_once_newest_first_and_scores_its_holders_
 def test_snapshot_says_which_version_it_lacks(scorer):
     ring = SnapshotRing(4)
     ring.put(2, params_of(2))
-    with pytest.raises(VersionGone, match="version 1 is not in the ring, which holds \\[2\\]"):
+    with pytest.raises(VersionGone, match="version 0 is not in the ring, which holds \\[2\\]"):
         make_source(SourceName.SNAPSHOT, ring=ring, scorer=scorer).anchor(TRAJECTORIES, params_of(99))
 
 

@@ -247,6 +247,9 @@ def test_an_interrupt_ends_the_waiting_and_says_what_goes_on(pod):
             break
         except subprocess.TimeoutExpired:
             pass
+    else:
+        os.killpg(waiting.pid, signal.SIGKILL)
+        pytest.fail("forty interrupts did not end the waiting")
     assert waiting.returncode == 130
     assert "interrupted; the pod exactor" in said
 

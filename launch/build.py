@@ -7,7 +7,7 @@ import pathlib
 import jax
 
 from launch import run_directory
-from launch.config import Config
+from launch.config import Config, ConfigError
 from launch.mesh import make_mesh, make_sampler_mesh
 from models.config import ModelConfig
 from models.sharding import DECODE_RULES, check_rows, num_batch_shards, parameter_shardings
@@ -21,10 +21,11 @@ from rl.environments import Split
 from rl.exactness import ExactnessProbe
 from rl.learner import Learner, check_batch_rows, published_shapes
 from rl.ledger import Ledger
-from rl.loop import Loop, Rooms
+from rl.loop import Loop, Schedule
 from rl.metrics import MetricsWriter
 from rl.old_logprobs import make_source
 from rl.rollout import Rollouts
+from rl.rooms import Rooms
 from rl.sampler import Sampler
 from rl.scorer import Bucket, Scorer
 from rl.snapshot_store import SnapshotStore
@@ -57,6 +58,11 @@ class Foundation:
         parameter_shardings(self.model.axes, self.model.shapes, self.sampler_mesh, DECODE_RULES)
         if config.warm_start.updates:
             check_warm_rows(config.warm_start, self.mesh)
+        if processes.num_processes() > 1 and options.schedule is Schedule.THREADS and config.snapshots.exactness_every:
+            raise ConfigError(
+                "--exactness-every wants --schedule lockstep with several processes, where all of them serve the same versions "
+                "in the same order; set --exactness-every 0"
+            )
         check_ring_fits(self.published_shapes, capacity=config.snapshots.ring_capacity)
 
     @property

@@ -17,29 +17,22 @@ number of decode steps comes with each learner step; `rl.threads` runs both side
 import dataclasses
 import enum
 import json
-import math
 import time
 from collections.abc import Callable
 
-import jax
 import numpy as np
 
 from models.transformer import Params
 from rl import processes
-from rl.admission import Admission, DropReason, StalePolicy
-from rl.advantages import AdvantageEstimator, group_advantages
-from rl.batching import bucket_length, make_batch
+from rl.admission import DropReason, StalePolicy
+from rl.advantages import AdvantageEstimator
 from rl.exactness import ExactnessProbe
-from rl.learner import Learner
-from rl.ledger import Ledger, ScoredTrajectory
-from rl.metrics import MetricsWriter, batch_metrics, combine, staleness_metrics
-from rl.old_logprobs import Anchored, OldLogprobSource
-from rl.rollout import Rollouts, RolloutStep
-from rl.sampler import Sampler
-from rl.snapshot_store import SnapshotStore
-from rl.snapshots import SnapshotRing
-from rl.timeline import Timeline
-from rl.types import Batch, Trajectory
+from rl.metrics import combine
+from rl.old_logprobs import OldLogprobSource
+from rl.rollout import RolloutStep
+from rl.rooms import Rooms
+from rl.training import Training
+from rl.types import Trajectory
 
 STAGES = ("rollout", "replay", "train", "publish", "sampler_wait", "learner_wait")
 """What takes time, and is measured."""
@@ -74,27 +67,6 @@ class LoopOptions:
     advantages: AdvantageEstimator = AdvantageEstimator.GROUP_RELATIVE
 
 
-@dataclasses.dataclass
-class Rooms:
-    """What the loop conducts; each room has its own module and story."""
-
-    learner: Learner
-    ring: SnapshotRing
-    store: SnapshotStore  # where the ring persists
-    sampler: Sampler
-    rollouts: Rollouts
-    admission: Admission
-    source: OldLogprobSource
-    probe: ExactnessProbe
-    ledger: Ledger
-    metrics: MetricsWriter
-    timeline: Timeline
-
-
-class NonFiniteLoss(FloatingPointError):
-    """Training broke down; the step is named."""
-
-
 class Loop:
     """Conducts the rooms through learner steps.
 
@@ -106,7 +78,7 @@ class Loop:
     """
 
     def __init__(self, rooms: Rooms, options: LoopOptions, *, lengths: tuple[int, ...], seed: int):
-        self._rooms, self._options, self._lengths, self._seed = rooms, options, lengths, seed
+        self._rooms, self._options, self._seed = rooms, options, seed
         self._num_groups = processes.share(options.groups_per_step, "--groups-per-step")
         self.step = 0
         self.version = 0  # of the learner; the sampler's follows
@@ -115,8 +87,7 @@ class Loop:
         self._tokens_generated = 0  # since the last row of metrics
         self._wants_room = False  # the ring was full, and the policy is to drop the stalest groups
         self._has_news = False  # the ring's newest version is not yet the sampler's
-        self._superseded: list[tuple[int, Params, list[Trajectory]]] = []  # versions to be scored live, and what holds them
-        self._forgotten: list[Trajectory] = []  # will never be trained
+        self._training = Training(rooms, options.advantages, num_rows=self._num_groups * options.group_size, lengths=lengths)
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._recorded = time.perf_counter()  # the last row of metrics
         self.live: Params | None = None  # published parameters of the present version, on the learner's devices
@@ -206,7 +177,7 @@ class Loop:
         rooms = self._rooms
         if rooms.probe.is_on:
             held = [*rooms.rollouts.partial(), *rooms.admission.unscored()]
-            self._superseded.append((rooms.sampler.version, self._sampling, held))
+            self._training.note_superseded(rooms.sampler.version, self._sampling, held)
 
     def _serve(self) -> None:
         """Makes the newest version the sampler's. The ring keeps it as long as the sampler may write tokens with it."""
@@ -238,7 +209,7 @@ class Loop:
 
     def _release(self, trajectories: list[Trajectory]) -> None:
         """Lets go of the versions of trajectories that nobody will score."""
-        self._forgotten += trajectories
+        self._training.note_forgotten(trajectories)
         for trajectory in trajectories:
             self._rooms.ring.release(trajectory.versions)
 
@@ -258,58 +229,9 @@ class Loop:
     def learn(self, groups: list[list[Trajectory]]) -> dict:
         """One learner step on groups that were taken; returns its metrics."""
         trajectories = [trajectory for group in groups for trajectory in group]
-        batch, own = self.timed("replay", self._assemble, trajectories)
-        return {"version": self.version, **self.timed("train", self._train, batch), "own": own}
-
-    def _assemble(self, trajectories: list[Trajectory]) -> tuple[Batch, dict]:
-        """From trajectories to a batch: anchors by the source, rows in the ledger, advantages by group."""
-        rooms = self._rooms
-        self._settle_probe()
-        anchored = rooms.source.anchor(trajectories, self.live)
-        if rooms.source.exact:
-            rooms.probe.check(anchored.trajectories)
-        self._write_ledger(anchored)
-        facts = {**batch_metrics(anchored.trajectories), **staleness_metrics(anchored.trajectories, self.version)}
-        has_reward = np.asarray([trajectory.reward is not None for trajectory in trajectories])
-        advantages = group_advantages(
-            np.asarray([trajectory.reward or 0.0 for trajectory in trajectories], np.float64),
-            np.asarray([trajectory.group_id for trajectory in trajectories]),
-            has_reward,
-            estimator=self._options.advantages,
-        )
-        batch = make_batch(
-            anchored.trajectories,
-            proximal_logprobs=anchored.proximal_logprobs,
-            advantages=advantages,
-            num_rows=self._num_groups * self._options.group_size,
-            length=bucket_length(int(processes.gather(max(map(len, trajectories))).max()), self._lengths),
-        )
-        return batch, facts
-
-    def _settle_probe(self) -> None:
-        """Scores what was noted for the probe: on the learner's side, where scoring belongs."""
-        while self._superseded:
-            self._rooms.probe.record(*self._superseded.pop(0))
-        while self._forgotten:
-            self._rooms.probe.forget([self._forgotten.pop(0)])
-
-    def _write_ledger(self, anchored: Anchored) -> None:
-        scored = [
-            ScoredTrajectory(trajectory, buckets)
-            for trajectory, buckets in zip(anchored.trajectories, anchored.buckets, strict=True)
-        ]
-        versions = {version for trajectory in anchored.trajectories for version in trajectory.versions}
-        digests = {version: self._rooms.ring.digest(version) for version in sorted(versions)}
-        self._rooms.ledger.record_step(self.step + 1, self.version, self._rooms.source.name.value, scored, digests)
-
-    def _train(self, batch: Batch) -> dict:
-        metrics = jax.device_get(self._rooms.learner.step(batch, version=self.version).step)
-        if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["gradient_norm"]):
-            raise NonFiniteLoss(
-                f"learner step {self.step}: loss {metrics['loss']}, gradient norm {metrics['gradient_norm']}; "
-                "lower --learning-rate, or look at the rewards of this step's trajectories in ledger/"
-            )
-        return {name: float(value) for name, value in metrics.items()}
+        training = self._training
+        batch, own = self.timed("replay", training.assemble, trajectories, self.step + 1, self.version, self.live)
+        return {"version": self.version, **self.timed("train", training.update, batch, self.step + 1, self.version), "own": own}
 
     def end_step(self, groups: list[list[Trajectory]]) -> bool:
         """Counts the step and lets go of what it trained on; returns whether a publish is due and the ring has room for it."""
@@ -407,7 +329,7 @@ class Loop:
         if self._has_news:
             self._supersede()
             self._serve()
-        self._settle_probe()
+        self._training.settle_probe()
         ring = rooms.ring.state()
         shared = {"learner": rooms.learner.state(), "snapshots": ring.pop("params")}
         own = {
@@ -430,7 +352,7 @@ class Loop:
         self.step, self.version, self._next_group = state["step"], state["version"], state["next_group"]
         self._skipped_publishes, self._tokens_generated = state["skipped_publishes"], state["tokens_generated"]
         self._wants_room = state["wants_room"]
-        self._has_news, self._superseded, self._forgotten = False, [], []
+        self._has_news = False
         rooms.learner.restore(shared["learner"])
         rooms.ring.restore({**state["ring"], "params": shared["snapshots"]}, rooms.learner.published_shapes)
         processes.first_does(lambda: rooms.store.discard_after(self.version) or "")

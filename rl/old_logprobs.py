@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from models.transformer import Params
-from rl import processes
 from rl.learner import AnchorFunction
 from rl.scorer import Bucket, Scorer
 from rl.snapshots import SnapshotRing
@@ -75,7 +74,8 @@ class SnapshotSource(OldLogprobSource):
         del params  # exactness is a matter of the ring's versions only
         old_logprobs = [np.full(len(trajectory), np.nan, np.float32) for trajectory in trajectories]
         buckets: list[dict[int, Bucket]] = [{} for _ in trajectories]
-        for version in self._versions(trajectories):
+        held = {version for trajectory in trajectories for version in trajectory.versions}
+        for version in self._ring.held_by_any(held):
             holders = [index for index, trajectory in enumerate(trajectories) if version in trajectory.versions]
             for index, scored in zip(
                 holders,
@@ -89,16 +89,6 @@ class SnapshotSource(OldLogprobSource):
             dataclasses.replace(trajectory, old_logprobs=row) for trajectory, row in zip(trajectories, old_logprobs, strict=True)
         ]
         return Anchored(anchored, old_logprobs, buckets)
-
-
-    def _versions(self, trajectories: Sequence[Trajectory]) -> list[int]:
-        """Those in the batch, newest first: what any process holds, all of them score."""
-        held = {version for trajectory in trajectories for version in trajectory.versions}
-        in_ring = self._ring.versions
-        for version in sorted(held.difference(in_ring)):
-            self._ring.get(version)  # says what is wrong
-        is_held = processes.gather([version in held for version in in_ring]).any(axis=0)
-        return [version for version, holds in zip(reversed(in_ring), reversed(is_held), strict=True) if holds]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ refuses and changes nothing: the caller skips the publish or drops the stalest t
 import collections
 import operator
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from rl import processes, snapshot_store
 
@@ -135,6 +135,18 @@ class SnapshotRing:
           VersionGone: the ring does not hold this version.
         """
         return self._copy(version).to_device()
+
+    def held_by_any(self, versions: Collection[int]) -> list[int]:
+        """The versions that this process or any other one names, newest first. Collective with several processes.
+
+        Raises:
+          VersionGone: the ring does not hold one of this process's.
+        """
+        for version in sorted(versions):
+            self._copy(version)
+        in_ring = self.versions
+        is_held = processes.gather([version in versions for version in in_ring]).any(axis=0)
+        return [version for version, held in zip(reversed(in_ring), reversed(is_held), strict=True) if held]
 
     def digest(self, version: int) -> str:
         """The `params_digest` of a version, computed once. A collective where several processes hold the parameters.

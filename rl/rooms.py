@@ -1,0 +1,32 @@
+"""The rooms of a run, side by side: `launch.build` furnishes them, `rl.loop` conducts them."""
+
+import dataclasses
+
+from rl.admission import Admission
+from rl.exactness import ExactnessProbe
+from rl.learner import Learner
+from rl.ledger import Ledger
+from rl.metrics import MetricsWriter
+from rl.old_logprobs import OldLogprobSource
+from rl.rollout import Rollouts
+from rl.sampler import Sampler
+from rl.snapshot_store import SnapshotStore
+from rl.snapshots import SnapshotRing
+from rl.timeline import Timeline
+
+
+@dataclasses.dataclass
+class Rooms:
+    """Each room has its own module and story."""
+
+    learner: Learner
+    ring: SnapshotRing
+    store: SnapshotStore  # where the ring persists
+    sampler: Sampler
+    rollouts: Rollouts
+    admission: Admission
+    source: OldLogprobSource
+    probe: ExactnessProbe
+    ledger: Ledger
+    metrics: MetricsWriter
+    timeline: Timeline

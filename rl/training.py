@@ -1,0 +1,116 @@
+"""One learner step, from trajectories to an update: what is trained, anchored to what, and the proof of it.
+
+    trajectories -> anchors, from the old-logprob source -> the probe compares them with what was scored live
+                 -> rows in the ledger -> advantages by group -> a padded batch -> the learner's update
+
+Everything here happens on the learner's side, one step after the other.
+"""
+
+import math
+
+import jax
+import numpy as np
+
+from models.transformer import Params
+from rl import processes
+from rl.advantages import AdvantageEstimator, group_advantages
+from rl.batching import bucket_length, make_batch
+from rl.ledger import ScoredTrajectory
+from rl.metrics import batch_metrics, staleness_metrics
+from rl.old_logprobs import Anchored
+from rl.rooms import Rooms
+from rl.types import Batch, Trajectory
+
+
+class NonFiniteLoss(FloatingPointError):
+    """Training broke down; the step is named."""
+
+
+class Training:
+    """Trains on trajectories.
+
+    Args:
+      rooms: the learner, and what anchors, checks and records its batches.
+      estimator: of advantages.
+      num_rows: of this process's share of a batch.
+      lengths: length buckets of the batch.
+    """
+
+    def __init__(self, rooms: Rooms, estimator: AdvantageEstimator, *, num_rows: int, lengths: tuple[int, ...]):
+        self._rooms, self._estimator, self._num_rows, self._lengths = rooms, estimator, num_rows, lengths
+        self._superseded: list[tuple[int, Params, list[Trajectory]]] = []  # versions to be scored live, and what holds them
+        self._forgotten: list[Trajectory] = []  # will never be trained
+
+    def note_superseded(self, version: int, params: Params, held: list[Trajectory]) -> None:
+        """Notes what holds tokens of a version that writes no more of them. From any thread."""
+        self._superseded.append((version, params, held))
+
+    def note_forgotten(self, trajectories: list[Trajectory]) -> None:
+        """Notes what will never be trained. From any thread."""
+        self._forgotten += trajectories
+
+    def settle_probe(self) -> None:
+        """Scores what was noted: here, on the learner's side, where scoring belongs."""
+        while self._superseded:
+            self._rooms.probe.record(*self._superseded.pop(0))
+        while self._forgotten:
+            self._rooms.probe.forget([self._forgotten.pop(0)])
+
+    def assemble(self, trajectories: list[Trajectory], step: int, version: int, live: Params) -> tuple[Batch, dict]:
+        """From trajectories to a batch: anchors by the source, rows in the ledger, advantages by group.
+
+        Args:
+          trajectories: group by group.
+          step: the learner step, counted from 1.
+          version: of the learner.
+          live: its published parameters.
+
+        Returns:
+          The batch, and metrics of what is in it.
+        """
+        rooms = self._rooms
+        self.settle_probe()
+        anchored = rooms.source.anchor(trajectories, live)
+        if rooms.source.exact:
+            rooms.probe.check(anchored.trajectories)
+        self._write_ledger(anchored, step, version)
+        facts = {**batch_metrics(anchored.trajectories), **staleness_metrics(anchored.trajectories, version)}
+        has_reward = np.asarray([trajectory.reward is not None for trajectory in trajectories])
+        advantages = group_advantages(
+            np.asarray([trajectory.reward or 0.0 for trajectory in trajectories], np.float64),
+            np.asarray([trajectory.group_id for trajectory in trajectories]),
+            has_reward,
+            estimator=self._estimator,
+        )
+        batch = make_batch(
+            anchored.trajectories,
+            proximal_logprobs=anchored.proximal_logprobs,
+            advantages=advantages,
+            num_rows=self._num_rows,
+            length=bucket_length(int(processes.gather(max(map(len, trajectories))).max()), self._lengths),
+        )
+        return batch, facts
+
+    def _write_ledger(self, anchored: Anchored, step: int, version: int) -> None:
+        scored = [
+            ScoredTrajectory(trajectory, buckets)
+            for trajectory, buckets in zip(anchored.trajectories, anchored.buckets, strict=True)
+        ]
+        held = {version for trajectory in anchored.trajectories for version in trajectory.versions}
+        digests = {version: self._rooms.ring.digest(version) for version in self._rooms.ring.held_by_any(held)}
+        self._rooms.ledger.record_step(step, version, self._rooms.source.name.value, scored, digests)
+
+    def update(self, batch: Batch, step: int, version: int) -> dict:
+        """The learner's update; returns its metrics.
+
+        Raises:
+          NonFiniteLoss: the loss or its gradient is no number.
+        """
+        metrics = jax.device_get(self._rooms.learner.step(batch, version=version).step)
+        if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["gradient_norm"]):
+            raise NonFiniteLoss(
+                f"learner step {step}: loss {metrics['loss']}, gradient norm {metrics['gradient_norm']}; "
+                "lower --learning-rate, or look at the rewards of this step's trajectories in ledger/"
+            )
+        return {name: float(value) for name, value in metrics.items()}
+

@@ -86,7 +86,7 @@ def reopen(run_dir: pathlib.Path, config: Config) -> str | None:
 
 
 def _reopen(run_dir: pathlib.Path, config: Config) -> str:
-    content = _read(run_dir)
+    content = read_content(run_dir)
     if (run_dir / SUMMARY).exists() and config.steps <= content["config"]["steps"]:
         steps = content["config"]["steps"]
         raise ConfigError(f"{run_dir} has ended after {steps} learner steps; raise --steps to make it longer")
@@ -116,7 +116,12 @@ def _origin() -> dict:
     return {"versions": {package: _version(package) for package in PACKAGES}, "commit": _commit()}
 
 
-def _read(run_dir: pathlib.Path) -> dict:
+def read_content(run_dir: pathlib.Path) -> dict:
+    """The content of `config.json`: the config's `name`, the resolved `config`, the `versions` of packages, the `commit`.
+
+    Raises:
+      ConfigError: no run lies there.
+    """
     path = run_dir / CONFIG
     if not path.is_file():
         raise ConfigError(f"{run_dir} holds no {CONFIG}; wanted the directory that launch.train wrote its run to")
@@ -130,7 +135,7 @@ def read_config(run_dir: pathlib.Path) -> Config:
       ConfigError: no run lies there, or one that another version of this code wrote.
     """
     path = run_dir / CONFIG
-    content = _read(run_dir)
+    content = read_content(run_dir)
     try:
         return _converter().structure(content["config"], Config)
     except (cattrs.BaseValidationError, KeyError, ValueError) as error:
@@ -141,7 +146,14 @@ def read_config(run_dir: pathlib.Path) -> Config:
 
 def read_metrics(run_dir: pathlib.Path) -> list[dict]:
     """The rows of `metrics.jsonl`, one a learner step."""
-    return [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
+    return read_rows(run_dir / METRICS)
+
+
+def read_rows(path: pathlib.Path) -> list[dict]:
+    """The whole rows of a JSON-lines file; none if it is not there. A run may be writing the last one just now."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def write_json(path: pathlib.Path, content: dict) -> None:

@@ -24,7 +24,7 @@ LAYERS = {
     "shells": (
         "environments", "admission", "engine", "sampler", "rollout", "snapshots", "snapshot_store", "old_logprobs", "learner",
         "scorer", "exactness", "evaluation", "warmstart", "ledger", "auditing", "budget", "checkpoint", "metrics", "timeline",
-        "processes", "rooms", "training",
+        "processes", "rooms", "training", "reporting",
     ),
     "loop": ("loop", "threads"),
 }  # fmt: skip

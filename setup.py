@@ -21,6 +21,7 @@ setup(
         "orbax-checkpoint>=0.12",
         "psutil>=5.9",
         "rich>=13",
+        "tensorboardX>=2.6",
         "tensorstore>=0.1.84",
         "tyro>=1.0",
     ],

@@ -19,8 +19,10 @@ from launch import distributed, run_directory
 from launch.build import Foundation, build_loop
 from launch.config import Config, ConfigError, Invocation, check, parse, parse_options
 from launch.display import Display
+from launch.report import write_report
 from launch.stopping import StopRequest
 from launch.summary import show, summarise
+from launch.tensorboard import TensorBoard
 from models.transformer import Params
 from rl import processes
 from rl.checkpoint import RunCheckpoints
@@ -169,11 +171,16 @@ class Run:
         if loop.source.caveat:
             self._display.phase(f"note: --old-logprobs {loop.source.name.value} is an approximation: {loop.source.caveat}")
         self._display.phase("training")
-        while loop.step < steps and not self._stop.requested:
-            until = min(steps, (loop.step // every + 1) * every) if every else steps
-            self._schedule.run(until, self._display.step, lambda: self._stop.requested)
-            if loop.step == until < steps and not self._stop.requested:
-                self._checkpoint()
+        with TensorBoard(self._run_dir, after_step=loop.step) as board:
+            while loop.step < steps and not self._stop.requested:
+                until = min(steps, (loop.step // every + 1) * every) if every else steps
+                self._schedule.run(until, functools.partial(self._show, board), lambda: self._stop.requested)
+                if loop.step == until < steps and not self._stop.requested:
+                    self._checkpoint()
+
+    def _show(self, board: TensorBoard, metrics: dict) -> None:
+        self._display.step(metrics)
+        board.step(metrics)
 
     def _checkpoint(self) -> None:
         """A repeated run has none of its own: taking one is part of the order that it repeats."""
@@ -191,6 +198,7 @@ class Run:
         summary = summarise(rows, self._loop, self._facts | {"after": after, "seconds": self._seconds()})
         run_directory.write_json(part / run_directory.SUMMARY, summary)
         show(summary, self._display)
+        self._display.phase(f"report: {write_report(self._run_dir)}")
         self._display.phase(f"done; verify with: python -m launch.audit {self._run_dir} --replay 50")
         return summary
 

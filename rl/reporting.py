@@ -64,8 +64,6 @@ def thin(columns: Sequence[Points], num_bins: int) -> list[int]:
       Indices into the columns, increasing, the first and the last included.
     """
     length = len(columns[0])
-    if length <= num_bins:
-        return list(range(length))
     kept = {0, length - 1}
     edges = [length * number // num_bins for number in range(num_bins + 1)]
     for (start, stop), points in itertools.product(itertools.pairwise(edges), columns):

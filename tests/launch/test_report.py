@@ -34,10 +34,11 @@ SUMMARY = {
 
 
 def trajectory(request_id: int, reward: float | None, *, first_version: int) -> Trajectory:
-    """A prompt, and HOSTILE bytes that versions sampled in turn, eight each."""
+    """A prompt, and HOSTILE bytes that versions sampled in turn, eight each; in the first eight the environment speaks, too."""
     tokens = np.array([256, *b"Say <b>it</b>!\n", *HOSTILE], np.int32)
     versions = np.full(len(tokens), -1, np.int32)
     versions[-len(HOSTILE) :] = first_version + np.arange(len(HOSTILE)) // 8
+    versions[2 - len(HOSTILE)] = -1
     return Trajectory(
         request_id=request_id, group_id=0, tokens=tokens, loss_mask=versions > first_version,
         sampler_logprobs=np.where(versions < 0, np.nan, -1.0).astype(np.float32), policy_versions=versions,
@@ -193,7 +194,7 @@ def test_a_reader_sees_where_a_publish_interrupted(shown):
     for version in range(16, 16 + (len(HOSTILE) + 7) // 8):
         assert article.count(f"v{version}") == 1
     passages = [attributes["class"] for name, attributes in shown.elements if attributes.get("class", "").startswith("policy")]
-    assert passages[:3] == ["policy s1 untrained", "policy s2", "policy s3"]
+    assert passages[:3] == ["policy s1 untrained", "policy s1 untrained", "policy s2"]
 
 
 def test_a_run_that_goes_on_has_a_report_too(tmp_path):
@@ -255,9 +256,9 @@ def test_help_works(capsys):
 
 
 def test_elements_escape_what_they_hold():
-    paragraph = node("p", "a < b & c", node("b", "x"), " tail", None, class_="k", data_x='"<', id=None)
+    paragraph = node("p", "a < b & c", node("b", "x"), " tail", "s", None, class_="k", data_x='"<', id=None)
     shown = Page(page("<t>", paragraph, table("c", [("h", "<i>")])))
-    assert shown.text["title"] == ["<t>"] and shown.text["p"] == ["a < b & cx tail"] and shown.text["td"] == ["<i>"]
+    assert shown.text["title"] == ["<t>"] and shown.text["p"] == ["a < b & cx tails"] and shown.text["td"] == ["<i>"]
     assert ("p", {"class": "k", "data-x": '"<'}) in shown.elements
 
 

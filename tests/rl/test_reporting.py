@@ -60,6 +60,7 @@ def test_a_short_run_keeps_every_point():
 
 
 @hypothesis.given(POINTS, st.integers(1, 20))
+@hypothesis.example([1.0, 0.0, 2.0, 1.0], 1)
 def test_thinning_keeps_ends_extremes_and_gaps_and_stays_small(points, num_bins):
     columns = [points, [None if value is None else -value * value for value in points]]
     kept = thin(columns, num_bins)
@@ -98,7 +99,7 @@ def test_occupancy_loses_no_time(times, start, length, num_bins):
 
 
 def steps_of(number: int) -> list[dict]:
-    stages = ("sampler", "rollout", 0.0, 0.4), ("learner", "train", 0.4, 0.8), ("learner", "publish", 0.8, 0.9)
+    stages = ("learner", "train", 0.4, 0.8), ("learner", "publish", 0.8, 0.9), ("sampler", "rollout", 0.0, 0.95)
     return [span(lane, stage, step + start, step + stop, step + 1)
             for step in range(number) for lane, stage, start, stop in stages]  # fmt: skip
 

@@ -171,7 +171,7 @@ class Run:
         if loop.source.caveat:
             self._display.phase(f"note: --old-logprobs {loop.source.name.value} is an approximation: {loop.source.caveat}")
         self._display.phase("training")
-        with TensorBoard(self._run_dir, after_step=loop.step) as board:
+        with TensorBoard(run_directory.own_part(self._run_dir), after_step=loop.step) as board:
             while loop.step < steps and not self._stop.requested:
                 until = min(steps, (loop.step // every + 1) * every) if every else steps
                 self._schedule.run(until, functools.partial(self._show, board), lambda: self._stop.requested)
@@ -198,7 +198,8 @@ class Run:
         summary = summarise(rows, self._loop, self._facts | {"after": after, "seconds": self._seconds()})
         run_directory.write_json(part / run_directory.SUMMARY, summary)
         show(summary, self._display)
-        self._display.phase(f"report: {write_report(self._run_dir)}")
+        if processes.is_first():
+            self._display.phase(f"report: {write_report(self._run_dir)}")
         self._display.phase(f"done; verify with: python -m launch.audit {self._run_dir} --replay 50")
         return summary
 

@@ -52,6 +52,18 @@ def tiny_config(**changes) -> Config:
     return dataclasses.replace(config, **changes)
 
 
+TINY_OPTIONS = [
+    "--model.num-layers", "1", "--model.d-model", "16", "--model.d-ff", "32",
+    "--model.num-heads", "2", "--model.num-kv-heads", "2", "--model.head-dim", "8",
+    "--model.max-length", "40", "--frozen-lake.max-turns", "5", "--warm-start.updates", "2",
+    "--warm-start.rows", "8", "--warm-start.microbatches", "1", "--warm-start.episodes", "8",
+    "--groups-per-step", "4", "--group-size", "2", "--slots", "40",
+    "--decode-steps", "1", "--score-rows", "2", "--microbatches", "1",
+    "--length-buckets", "1", "--evaluation-episodes", "16", "--persist-every", "2",
+    "--steps", "8",
+]  # fmt: skip
+"""The same for `launch.train quickstart`: eight learner steps in seconds."""
+
 _shared: dict = {}
 """Compiled programs by what decides them: most of a tiny run's time is compilation, and most tests want the same programs."""
 

@@ -12,69 +12,15 @@ import pytest
 from launch import audit, evaluate, train
 from rl.ledger import ROWS
 
-TINY = [
-    "--model.num-layers",
-    "1",
-    "--model.d-model",
-    "16",
-    "--model.d-ff",
-    "32",
-    "--model.num-heads",
-    "2",
-    "--model.num-kv-heads",
-    "2",
-    "--model.head-dim",
-    "8",
-    "--model.max-length",
-    "40",
-    "--frozen-lake.max-turns",
-    "5",
-    "--warm-start.updates",
-    "2",
-    "--warm-start.rows",
-    "8",
-    "--warm-start.microbatches",
-    "1",
-    "--warm-start.episodes",
-    "8",
-    "--groups-per-step",
-    "4",
-    "--group-size",
-    "2",
-    "--slots",
-    "40",
-    "--decode-steps",
-    "1",
-    "--score-rows",
-    "2",
-    "--microbatches",
-    "1",
-    "--length-buckets",
-    "1",
-    "--evaluation-episodes",
-    "16",
-    "--persist-every",
-    "2",
-    "--steps",
-    "8",
-]
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> pathlib.Path:
-    directory = tmp_path_factory.mktemp("runs") / "tiny"
-    assert train.main(["quickstart", *TINY, "--run-dir", str(directory)]) == 0
-    return directory
-
 
 @pytest.fixture
-def copy(run_dir, tmp_path) -> pathlib.Path:
+def copy(tiny_run, tmp_path) -> pathlib.Path:
     """A run to tamper with."""
-    return pathlib.Path(shutil.copytree(run_dir, tmp_path / "copy"))
+    return pathlib.Path(shutil.copytree(tiny_run, tmp_path / "copy"))
 
 
-def test_a_run_leaves_what_it_promises(run_dir):
-    summary = json.loads((run_dir / "summary.json").read_text())
+def test_a_run_leaves_what_it_promises(tiny_run):
+    summary = json.loads((tiny_run / "summary.json").read_text())
     for name in ("success_before", "success_after", "sampled_success_before", "sampled_success_after"):
         assert 0 <= summary[name] <= 1
     assert summary["exactness_max_error"] == 0.0
@@ -83,7 +29,7 @@ def test_a_run_leaves_what_it_promises(run_dir):
     assert summary["fraction_multi_version"] > 0
     assert summary["staleness_mean"] > 0
     assert summary["seconds"] > 0
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tiny_run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["version"] for row in rows] == list(range(8))
     for name in (
@@ -112,34 +58,34 @@ def test_a_run_leaves_what_it_promises(run_dir):
         "tokens_trained",
     ):
         assert name in rows[-1]
-    assert (run_dir / "report.html").read_text().startswith("<!DOCTYPE html>")
-    (events,) = (run_dir / "tensorboard").iterdir()
+    assert (tiny_run / "report.html").read_text().startswith("<!DOCTYPE html>")
+    (events,) = (tiny_run / "tensorboard").iterdir()
     assert events.read_bytes().count(b"learning/reward_mean") == 8
-    config = json.loads((run_dir / "config.json").read_text())
+    config = json.loads((tiny_run / "config.json").read_text())
     assert config["versions"]["jax"]
     assert config["config"]["loop"]["groups_per_step"] == 4
 
 
-def test_every_room_numbers_steps_and_versions_alike(run_dir):
+def test_every_room_numbers_steps_and_versions_alike(tiny_run):
     """Metrics, ledger and snapshots must speak of the same step and the same version."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in map(json.loads, (run_dir / "ledger" / ROWS).read_text().splitlines()) if row["kind"] == "step"]
+    rows = [json.loads(line) for line in (tiny_run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in map(json.loads, (tiny_run / "ledger" / ROWS).read_text().splitlines()) if row["kind"] == "step"]
     assert [(row["step"], row["learner_version"]) for row in steps] == [(row["step"], row["version"]) for row in rows]
-    assert sorted(path.name for path in (run_dir / "snapshots").iterdir()) == [
+    assert sorted(path.name for path in (tiny_run / "snapshots").iterdir()) == [
         f"version-{version:06d}" for version in (0, 2, 4, 6, 8)
     ]
 
 
-def test_the_audit_passes_and_scores_again(run_dir, capsys):
-    assert audit.main([str(run_dir), "--replay", "50"]) == 0
+def test_the_audit_passes_and_scores_again(tiny_run, capsys):
+    assert audit.main([str(tiny_run), "--replay", "50"]) == 0
     printed = capsys.readouterr().out
     assert "audit passed" in printed
     assert "50 of 50 segments scored again" in printed
 
 
-def test_the_audit_passes_in_another_process(run_dir):
+def test_the_audit_passes_in_another_process(tiny_run):
     done = subprocess.run(
-        [sys.executable, "-m", "launch.audit", str(run_dir), "--replay", "20"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "launch.audit", str(tiny_run), "--replay", "20"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -178,18 +124,18 @@ def test_an_altered_snapshot_byte_fails_the_audit(copy, capsys):
     assert "version 4" in capsys.readouterr().out
 
 
-def test_evaluate_repeats_the_run_s_own_figures(run_dir, tmp_path):
+def test_evaluate_repeats_the_run_s_own_figures(tiny_run, tmp_path):
     figures = tmp_path / "figures.json"
-    assert evaluate.main([str(run_dir), "--json", str(figures)]) == 0
-    summary, found = json.loads((run_dir / "summary.json").read_text()), json.loads(figures.read_text())
+    assert evaluate.main([str(tiny_run), "--json", str(figures)]) == 0
+    summary, found = json.loads((tiny_run / "summary.json").read_text()), json.loads(figures.read_text())
     assert found["version"] == 8
     assert found["greedy_success"] == summary["success_after"]
     assert found["sampled_success"] == summary["sampled_success_after"]
 
 
-def test_evaluate_takes_top_p_and_names_missing_versions(run_dir, capsys):
-    assert evaluate.main([str(run_dir), "--top-p", "0.5", "--episodes", "4", "--version", "4"]) == 0
-    assert evaluate.main([str(run_dir), "--version", "5"]) == 2
+def test_evaluate_takes_top_p_and_names_missing_versions(tiny_run, capsys):
+    assert evaluate.main([str(tiny_run), "--top-p", "0.5", "--episodes", "4", "--version", "4"]) == 0
+    assert evaluate.main([str(tiny_run), "--version", "5"]) == 2
     assert "0, 2, 4, 6, 8" in capsys.readouterr().err
 
 

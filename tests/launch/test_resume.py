@@ -13,10 +13,9 @@ import pytest
 from launch import audit, train
 from launch.display import Display
 from rl.snapshot_store import SnapshotStore
-from tests.launch.test_commands import TINY
-from tests.tiny import rows_of, without_times
+from tests.tiny import TINY_OPTIONS, rows_of, without_times
 
-EIGHT_STEPS = ["quickstart", *TINY]
+EIGHT_STEPS = ["quickstart", *TINY_OPTIONS]
 
 
 def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
@@ -28,13 +27,6 @@ def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
     assert stores[0].versions() == stores[1].versions()
     for version in stores[0].versions():
         assert stores[0].digest(version) == stores[1].digest(version)
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory) -> pathlib.Path:
-    directory = tmp_path_factory.mktemp("runs") / "straight"
-    assert train.main([*EIGHT_STEPS, "--checkpoint-every", "3", "--run-dir", str(directory)]) == 0
-    return directory
 
 
 @pytest.fixture
@@ -54,7 +46,7 @@ def stop_after(monkeypatch):
     return stop_after
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(straight, tmp_path, stop_after, capsys):
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tiny_run, tmp_path, stop_after, capsys):
     directory = tmp_path / "stopped"
     stop_after(4, signal.SIGTERM)
     assert train.main([*EIGHT_STEPS, "--checkpoint-every", "3", "--run-dir", str(directory)]) == 0
@@ -62,23 +54,23 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(straight, tmp_path, stop_af
     assert not (directory / "summary.json").exists() and len(rows_of(directory)) == 4
     assert train.main(["--resume", "--run-dir", str(directory)]) == 0
     assert "going on after learner step 4" in capsys.readouterr().out
-    assert_same_run(straight, directory)
-    first, second = (json.loads((run / "summary.json").read_text()) for run in (straight, directory))
+    assert_same_run(tiny_run, directory)
+    first, second = (json.loads((run / "summary.json").read_text()) for run in (tiny_run, directory))
     assert {**first, "seconds": 0} == {**second, "seconds": 0}
     assert audit.main([str(directory), "--replay", "20"]) == 0
 
 
-def test_only_the_number_of_steps_may_change(straight, capsys):
-    assert sorted(path.name for path in (straight / "checkpoints").iterdir()) == ["3", "6"]
-    assert train.main(["--resume", "--run-dir", str(straight), "--steps", "10", "--seed", "1"]) == 2
+def test_only_the_number_of_steps_may_change(tiny_run, capsys):
+    assert sorted(path.name for path in (tiny_run / "checkpoints").iterdir()) == ["3", "6"]
+    assert train.main(["--resume", "--run-dir", str(tiny_run), "--steps", "10", "--seed", "1"]) == 2
     assert "seed is 1, but that run has 0; only --steps may change" in capsys.readouterr().err
 
 
-def test_a_finished_run_is_left_alone(straight, capsys):
-    before = {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()}
-    assert train.main(["--resume", "--run-dir", str(straight)]) == 2
+def test_a_finished_run_is_left_alone(tiny_run, capsys):
+    before = {path: path.read_bytes() for path in tiny_run.rglob("*") if path.is_file()}
+    assert train.main(["--resume", "--run-dir", str(tiny_run)]) == 2
     assert "has ended after 8 learner steps; raise --steps" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in straight.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in tiny_run.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(
@@ -100,8 +92,8 @@ def test_what_cannot_be_gone_on_with_is_refused(tmp_path, monkeypatch, capsys, o
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_in_lockstep_has_no_order_to_repeat(straight, tmp_path, capsys):
-    assert train.main(["--repeat", str(straight), "--run-dir", str(tmp_path / "again")]) == 2
+def test_a_run_in_lockstep_has_no_order_to_repeat(tiny_run, tmp_path, capsys):
+    assert train.main(["--repeat", str(tiny_run), "--run-dir", str(tmp_path / "again")]) == 2
     assert "interleaving.txt" in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
 

@@ -21,13 +21,12 @@ from rl.learner import Learner
 from rl.ledger import read_step
 from rl.snapshot_store import SnapshotStore
 from rl.types import FinishReason, Trajectory
-from tests.launch.test_commands import TINY
-from tests.tiny import rows_of
+from tests.tiny import TINY_OPTIONS, rows_of
 
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-OPTIONS = [*TINY, "--minibatches", "1", "--fsdp", "4", "--sampler-devices", "2", "--persist-every", "1"]
+OPTIONS = [*TINY_OPTIONS, "--minibatches", "1", "--fsdp", "4", "--sampler-devices", "2", "--persist-every", "1"]
 
 
 def start(run_dir: pathlib.Path, *options: str) -> list[subprocess.Popen]:

@@ -94,6 +94,7 @@ def slowed(loop, *, seconds_per_batch, seconds_per_step):
     loop.roll, loop.learn = slow_roll, slow_learn
 
 
+@pytest.mark.slow
 def test_the_waits_say_who_is_slow(tmp_path):
     for name, generate, learn in (("slow learner", 0.0, 0.3), ("slow sampler", 1.5, 0.0)):
         loop, threads = threaded(tmp_path / name)

@@ -27,7 +27,8 @@ setup(
     ],
     extras_require={
         "tpu": ["jax[tpu]"],
-        "test": ["hypothesis>=6.100", "pytest>=8", "ruff>=0.12", "safetensors>=0.5"],
+        "reasoning-gym": ["reasoning-gym>=0.1.25"],  # compiles a solver, and brings 130 MB
+        "test": ["hypothesis>=6.100", "pytest>=8", "reasoning-gym>=0.1.25", "ruff>=0.12", "safetensors>=0.5"],
         "notebooks": ["ipykernel", "matplotlib>=3.9", "nbclient>=0.10"],
     },
 )

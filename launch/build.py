@@ -135,7 +135,9 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
         anchor=source.inside,
         seed=config.seed,
     )
-    rollouts = Rollouts(sampler, functools.partial(config.make_environment, Split.TRAIN), max_length=config.model.max_length)
+    rollouts = Rollouts(
+        sampler, config.environment_factory(Split.TRAIN), max_length=config.model.max_length, options=config.runner
+    )
     admission = Admission(
         processes.share(options.groups_per_step, "--groups-per-step"),
         options.group_size,

@@ -4,17 +4,28 @@ Every choice that reaches `rl/` is checked here, together, before anything is co
 """
 
 import dataclasses
+import functools
 import importlib
 import pathlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tyro
 
 import launch.configs
 from models.config import ModelConfig, Precision
 from models.tokenizer import ByteTokenizer
-from rl.environments import ArithmeticOptions, Environment, EnvironmentName, FrozenLakeOptions, Split, make
+from rl.environments import (
+    ArithmeticOptions,
+    Environment,
+    EnvironmentName,
+    FrozenLakeOptions,
+    ReasoningGymOptions,
+    RunnerOptions,
+    Split,
+    ToyTextOptions,
+    make,
+)
 from rl.learner import LossOptions, OptimizerOptions, StepOptions
 from rl.loop import LoopOptions, Schedule
 from rl.old_logprobs import SourceName
@@ -66,6 +77,9 @@ class Config:
     environment: EnvironmentName = EnvironmentName.FROZEN_LAKE
     frozen_lake: FrozenLakeOptions = FrozenLakeOptions()
     arithmetic: ArithmeticOptions = ArithmeticOptions()
+    toy_text: ToyTextOptions = ToyTextOptions()
+    reasoning_gym: ReasoningGymOptions = ReasoningGymOptions()
+    runner: tyro.conf.OmitArgPrefixes[RunnerOptions] = RunnerOptions()
     mesh: tyro.conf.OmitArgPrefixes[MeshOptions] = MeshOptions()
     warm_start: WarmStartOptions = WarmStartOptions()
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerOptions] = OptimizerOptions()
@@ -83,8 +97,17 @@ class Config:
 
     def make_environment(self, split: Split) -> Environment:
         """One environment of the configured family."""
-        options = {EnvironmentName.FROZEN_LAKE: self.frozen_lake, EnvironmentName.ARITHMETIC: self.arithmetic}
-        return make(self.environment, split, options[self.environment])
+        return self.environment_factory(split)()
+
+    def environment_factory(self, split: Split) -> Callable[[], Environment]:
+        """Makes environments of the configured family; it pickles, and pulls no accelerator's library into a worker."""
+        options = {
+            EnvironmentName.FROZEN_LAKE: self.frozen_lake,
+            EnvironmentName.ARITHMETIC: self.arithmetic,
+            EnvironmentName.TOY_TEXT: self.toy_text,
+            EnvironmentName.REASONING_GYM: self.reasoning_gym,
+        }
+        return functools.partial(make, self.environment, split, options[self.environment])
 
 
 @dataclasses.dataclass(frozen=True)

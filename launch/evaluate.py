@@ -4,7 +4,6 @@ python -m launch.evaluate RUN_DIR [--version V] [--temperature T] [--top-p P]
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import sys
@@ -55,10 +54,11 @@ def main(arguments: list[str]) -> int:
             sampler.publish(version, params)
             result = evaluate(
                 sampler,
-                functools.partial(config.make_environment, Split.HELD_OUT),
+                config.environment_factory(Split.HELD_OUT),
                 num_episodes=episodes,
                 greedy=greedy,
                 max_length=config.model.max_length,
+                options=config.runner,
             )
             figures |= {f"{label}_success": result.success, f"{label}_reward": result.reward, f"{label}_tokens": result.tokens}
             rows.append((label, f"{result.success:.1%}", f"{result.reward:.3f}", f"{result.tokens:.1f}"))

@@ -27,6 +27,7 @@ PACKAGES = (
     "google-jetstream",
     "gymnasium",
     "numpy",
+    "reasoning-gym",
 )
 
 

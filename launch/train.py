@@ -7,6 +7,7 @@
 SIGTERM, or Ctrl-C, ends the learner step under way, writes a checkpoint and exits with status 0. A second Ctrl-C does not wait.
 """
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -29,6 +30,7 @@ from rl.checkpoint import RunCheckpoints
 from rl.environments import Split
 from rl.evaluation import evaluate
 from rl.loop import Loop, Schedule
+from rl.scorer import Scorer
 from rl.threads import Interleaving, Operation, Repeat, Threads, read_interleaving
 from rl.warmstart import warm_start
 
@@ -123,6 +125,11 @@ class Run:
             run_directory.clear(self._run_dir)
         params = self._warm_started() if saved is None else None
         loop = self._loop = build_loop(self._foundation, self._run_dir, self._make_sampler(), scorer)
+        with contextlib.closing(loop):
+            return self._train_loop(loop, scorer, params, saved)
+
+    def _train_loop(self, loop: Loop, scorer: Scorer, params: Params | None, saved: tuple[int, dict, dict] | None) -> dict | None:
+        """From fresh weights, or from what was saved of a run."""
         self._schedule = self._make_schedule(loop)
         if saved is None:
             loop.start(params)
@@ -150,7 +157,7 @@ class Run:
             self._foundation.model,
             self._foundation.initial_params(),
             self._foundation.mesh,
-            functools.partial(config.make_environment, Split.TRAIN),
+            config.environment_factory(Split.TRAIN),
             config.warm_start,
             seed=config.seed,
             lengths=self._foundation.lengths,
@@ -213,10 +220,11 @@ class Run:
             sampler.publish(loop.version, loop.own_live)
             success[name] = evaluate(
                 sampler,
-                functools.partial(config.make_environment, Split.HELD_OUT),
+                config.environment_factory(Split.HELD_OUT),
                 num_episodes=config.evaluation_episodes,
                 greedy=greedy,
                 max_length=config.model.max_length,
+                options=config.runner,
             ).success
         return success
 

@@ -1,9 +1,13 @@
-"""How good a policy is on the held-out instances: greedily, or sampled at the training temperature."""
+"""How good a policy is on the held-out instances: greedily, or sampled at the training temperature.
 
+An episode whose environment fails is no success, and earns nothing.
+"""
+
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from rl.environments import Environment
+from rl.environments import IN_PROCESS, Environment, RunnerOptions
 from rl.rollout import Rollouts
 from rl.sampler import Sampler
 from rl.types import Trajectory
@@ -23,7 +27,7 @@ class Evaluation:
 
 
 def evaluate(sampler: Sampler, make_environment: Callable[[], Environment], *, num_episodes: int, greedy: bool,
-             max_length: int) -> Evaluation:
+             max_length: int, options: RunnerOptions = IN_PROCESS) -> Evaluation:
     """Plays the held-out instances of seeds 0 to num_episodes - 1, once each, with the sampler's present policy.
 
     Raises:
@@ -35,13 +39,13 @@ def evaluate(sampler: Sampler, make_environment: Callable[[], Environment], *, n
         raise ValueError(f"evaluation with a sampler of {sampler.num_running} running and {sampler.num_waiting} waiting requests"
                          f"{', paused' if sampler.is_paused else ''}; wanted an idle one, not paused: "
                          "give the evaluation a sampler of its own")
-    rollouts = Rollouts(sampler, make_environment, max_length=max_length)
-    for seed in range(num_episodes):
-        rollouts.start(seed, [REQUEST_OFFSET + seed], seed=seed, greedy=greedy)
     trajectories = []
-    while rollouts.num_running:
-        trajectories.extend(rollouts.step(sampler.max_steps).finished)
+    with contextlib.closing(Rollouts(sampler, make_environment, max_length=max_length, options=options)) as rollouts:
+        for seed in range(num_episodes):
+            rollouts.start(seed, [REQUEST_OFFSET + seed], seed=seed, greedy=greedy)
+        while rollouts.num_running:
+            trajectories.extend(rollouts.step(sampler.max_steps).finished)
     return Evaluation(success=sum(trajectory.success for trajectory in trajectories) / num_episodes,
-                      reward=sum(trajectory.reward for trajectory in trajectories) / num_episodes,
+                      reward=sum(trajectory.reward or 0.0 for trajectory in trajectories) / num_episodes,
                       tokens=sum(map(len, trajectories)) / num_episodes,
                       trajectories=sorted(trajectories, key=lambda trajectory: trajectory.request_id))

@@ -26,6 +26,7 @@ from models.transformer import Params
 from rl import processes
 from rl.admission import DropReason, StalePolicy
 from rl.advantages import AdvantageEstimator
+from rl.environments import Fault
 from rl.exactness import ExactnessProbe
 from rl.metrics import combine
 from rl.old_logprobs import OldLogprobSource
@@ -85,6 +86,8 @@ class Loop:
         self._next_group = 0
         self._skipped_publishes = 0
         self._tokens_generated = 0  # since the last row of metrics
+        self._failures = dict.fromkeys(Fault, 0)  # of environments
+        self._last_failure: str | None = None
         self._wants_room = False  # the ring was full, and the policy is to drop the stalest groups
         self._has_news = False  # the ring's newest version is not yet the sampler's
         self._training = Training(rooms, options.advantages, num_rows=self._num_groups * options.group_size, lengths=lengths)
@@ -168,6 +171,9 @@ class Loop:
         """Pins the versions of new tokens, and hands in what has finished."""
         self._tokens_generated += rolled.num_tokens
         self._rooms.ring.pin(rolled.new_versions)
+        for failure in rolled.failures:
+            self._failures[failure.fault] += 1
+            self._last_failure = str(failure)
         for trajectory in rolled.finished:
             self._rooms.admission.finish(trajectory)
         self._release(self._rooms.admission.discarded())
@@ -269,10 +275,12 @@ class Loop:
     def record(self, facts: dict) -> dict:
         """Writes the step's row of metrics, and returns it. What each process knows of its own share is combined."""
         rooms, elapsed = self._rooms, time.perf_counter() - self._recorded
-        own = {**facts.pop("own"), "tokens_generated": self._tokens_generated, **rooms.admission.metrics()}
+        failures = {f"environment_{fault.value}": count for fault, count in self._failures.items()}
+        own = {**facts.pop("own"), "tokens_generated": self._tokens_generated, **failures, **rooms.admission.metrics()}
         row = {
             **facts,
             **combine([json.loads(content) for content in processes.gather_bytes(json.dumps(own).encode())]),
+            "environment_last_failure": self._last_failure,
             "skipped_publishes": self._skipped_publishes,
             "exactness_error_max": rooms.probe.max_error,
             "ring_versions": len(rooms.ring.versions),
@@ -298,12 +306,17 @@ class Loop:
         rooms = self._rooms
         for group_id in rooms.admission.group_ids:
             self._drop(group_id, DropReason.END_OF_RUN)
+        self.close()
         rooms.ring.release([rooms.sampler.version])
         rooms.ring.persist(self.version)
         rooms.store.wait()
         self._record_snapshots(rooms.ring.persisted)
         rooms.ledger.close()
         rooms.metrics.close()
+
+    def close(self) -> None:
+        """Leaves no process of an environment behind; `finish` does it, and so must whoever gives up before."""
+        self._rooms.rollouts.close()
 
     def timed(self, name: str, function: Callable, *arguments):
         """Calls, and counts the time it takes."""
@@ -338,6 +351,8 @@ class Loop:
             "next_group": self._next_group,
             "skipped_publishes": self._skipped_publishes,
             "tokens_generated": self._tokens_generated,
+            "failures": {fault.value: count for fault, count in self._failures.items()},
+            "last_failure": self._last_failure,
             "wants_room": self._wants_room,
             **{name: room.state() for name, room in self._stateful().items()},
             "ring": ring,
@@ -351,6 +366,8 @@ class Loop:
         rooms, shared, state = self._rooms, state["shared"], state["own"]
         self.step, self.version, self._next_group = state["step"], state["version"], state["next_group"]
         self._skipped_publishes, self._tokens_generated = state["skipped_publishes"], state["tokens_generated"]
+        self._failures = {fault: state["failures"][fault.value] for fault in Fault}
+        self._last_failure = state["last_failure"]
         self._wants_room = state["wants_room"]
         self._has_news = False
         rooms.learner.restore(shared["learner"])

@@ -3,17 +3,23 @@
 Token-in, token-out: what the policy sampled is kept as ids and decoded only to let the environment read it; what the environment
 writes is encoded once and appended. Nothing is ever tokenised again. A publish in the middle of an episode leaves no trace but
 the versions of its tokens.
+
+An environment that fails (`rl.environments.runner`) costs its trajectory: it ends as it stands, FAILED and without a reward.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from models.tokenizer import ByteTokenizer
-from rl.environments import Environment
+from rl.environments import IN_PROCESS, Environment, Failure, Fault, RunnerOptions, Step, make_runner
 from rl.sampler import Request, SampledTokens, Sampler
 from rl.types import NO_POLICY, FinishReason, Trajectory
+
+MAX_FAILED_IN_A_ROW = 256
+"""Episodes after which an environment is taken for broken: a run that only starts episodes anew would never end."""
 
 _TOKEN_ARRAYS = {"tokens": np.int32, "sampler_logprobs": np.float32, "policy_versions": np.int32, "context_versions": np.int32}
 
@@ -25,7 +31,7 @@ class _Episode:
     request_id: int
     group_id: int
     greedy: bool
-    environment: Environment
+    seed: int | None  # of its instance, until the environment has begun it
     tokens: list[int] = dataclasses.field(default_factory=list)
     sampler_logprobs: list[float] = dataclasses.field(default_factory=list)
     policy_versions: list[int] = dataclasses.field(default_factory=list)
@@ -74,47 +80,58 @@ class RolloutStep:
     finished: list[Trajectory]
     new_versions: list[int]  # the version of each (trajectory, version) that met for the first time
     num_tokens: int  # sampled
+    failures: list[Failure]  # of environments, one for each trajectory that failed
 
 
 class Rollouts:
-    """Plays episodes with a sampler.
+    """Plays episodes with a sampler. Close it: environments may run in processes of their own.
 
     Args:
       sampler: what samples.
-      make_environment: one environment an episode.
-      max_length: tokens that a context may hold; an episode that would outgrow it ends there, truncated.
+      make_environment: one environment an episode; for workers it must pickle.
+      max_length: tokens that a context may hold; an episode that would outgrow it ends there, truncated. A single observation
+        of more characters is a fault of its environment.
+      options: where environments run.
     """
 
-    def __init__(self, sampler: Sampler, make_environment: Callable[[], Environment], *, max_length: int):
+    def __init__(self, sampler: Sampler, make_environment: Callable[[], Environment], *, max_length: int,
+                 options: RunnerOptions = IN_PROCESS):
         self._sampler = sampler
-        self._make_environment = make_environment
         self._max_length = max_length
+        self._max_turn_tokens = make_environment().max_turn_tokens
+        self._runner = make_runner(make_environment, options, max_characters=max_length)
         self._tokenizer = ByteTokenizer()
         self._episodes: dict[int, _Episode] = {}
+        self._failures: list[Failure] = []  # of the step under way
+        self._failed_in_a_row = 0
+        self._last_failure: str | None = None
 
     def start(self, group_id: int, request_ids: Sequence[int], *, seed: int, greedy: bool = False) -> None:
-        """Starts one episode a request id, all on the instance that `seed` decides. It is made once: that may be slow."""
-        environments = [self._make_environment() for _ in request_ids]
-        prompt = np.insert(self._tokenizer.encode(environments[0].reset(seed)), 0, self._tokenizer.bos)
-        for request_id, environment in zip(request_ids, environments, strict=True):
-            environment.restore(environments[0].state())
-            self._sampler.submit(Request(request_id, group_id, prompt, environment.max_turn_tokens, greedy))
-            episode = _Episode(request_id, group_id, greedy, environment)
-            episode.observe(prompt)
+        """Takes on one episode a request id, all on the instance that `seed` decides; the next step makes it, once, and begins.
+
+        Raises:
+          RuntimeError: of late, every episode has failed.
+        """
+        if self._failed_in_a_row >= MAX_FAILED_IN_A_ROW:
+            raise RuntimeError(f"the environments of {self._failed_in_a_row} episodes in a row have failed, the last one thus: "
+                               f"{self._last_failure}; repair the environment")
+        for request_id in request_ids:
+            episode = _Episode(request_id, group_id, greedy, seed)
+            episode.observe(np.asarray([self._tokenizer.bos], np.int32))
             self._episodes[request_id] = episode
 
     def step(self, num_steps: int) -> RolloutStep:
         """Lets the sampler take up to `num_steps` decode steps, then the environments answer."""
-        finished, new_versions, num_tokens = [], [], 0
+        self._failures = []
+        finished, turns, new_versions, num_tokens = self._begin(), [], [], 0
         for sampled in self._sampler.step(num_steps):
             episode = self._episodes[sampled.request_id]
             new_versions.extend(episode.act(sampled))
             num_tokens += len(sampled.tokens)
             if sampled.turn_over:
-                trajectory = self._answer(episode)
-                if trajectory is not None:
-                    finished.append(trajectory)
-        return RolloutStep(finished, new_versions, num_tokens)
+                turns.append(episode)
+        finished += self._answer(turns)
+        return RolloutStep(finished, new_versions, num_tokens, self._failures)
 
     def partial(self) -> list[Trajectory]:
         """The episodes under way as they stand, without reward."""
@@ -126,18 +143,58 @@ class Rollouts:
         cancelled = [self._episodes.pop(request_id) for request_id in request_ids]
         for episode in cancelled:
             self._sampler.release(episode.request_id)
+        self._runner.end(request_ids)
         return [episode.trajectory(reward=None, success=False, finish_reason=FinishReason.FAILED) for episode in cancelled]
 
     @property
     def num_running(self) -> int:
         return len(self._episodes)
 
-    def _answer(self, episode: _Episode) -> Trajectory | None:
-        """The environment's answer to a finished turn; the trajectory if that ends the episode."""
-        action = self._tokenizer.decode(episode.tokens[-episode.turn_tokens:])
+    def close(self) -> None:
+        """Ends the processes of environments, if there are any. Nothing can be played any more."""
+        self._runner.close()
+
+    def _begin(self) -> list[Trajectory]:
+        """Makes the instances of new groups, all at once, and submits their prompts; returns what failed."""
+        groups: dict[tuple[int, int], list[_Episode]] = {}
+        for episode in self._episodes.values():
+            if episode.seed is not None:
+                groups.setdefault((episode.group_id, episode.seed), []).append(episode)
+        if not groups:
+            return []
+        starts = [([episode.request_id for episode in group], seed) for (_, seed), group in groups.items()]
+        failed = []
+        for group, observation in zip(groups.values(), self._runner.start(starts), strict=True):
+            prompt = observation
+            if not isinstance(observation, Failure):
+                prompt = self._tokenizer.encode(observation)
+                if 1 + len(prompt) >= self._max_length:
+                    prompt = Failure(Fault.OVERSIZED, f"a first observation of {len(prompt)} tokens, wanted less than "
+                                                      f"{self._max_length - 1}")
+            for episode in group:
+                if isinstance(prompt, Failure):
+                    failed.append(self._fail(episode, prompt))
+                    continue
+                episode.observe(prompt)
+                episode.seed = None
+                tokens = np.asarray(episode.tokens, np.int32)
+                self._sampler.submit(Request(episode.request_id, episode.group_id, tokens, self._max_turn_tokens, episode.greedy))
+        return failed
+
+    def _answer(self, episodes: list[_Episode]) -> list[Trajectory]:
+        """The environments' answers to finished turns; returns the trajectories that end with them."""
+        turns = [(episode.request_id, self._tokenizer.decode(episode.tokens[-episode.turn_tokens:])) for episode in episodes]
+        finished = [self._hear(episode, answer) for episode, answer in zip(episodes, self._runner.step(turns), strict=True)]
+        return [trajectory for trajectory in finished if trajectory is not None]
+
+    def _hear(self, episode: _Episode, answer: Step | Failure) -> Trajectory | None:
+        """Takes in an environment's answer; the trajectory if that ends the episode."""
+        if isinstance(answer, Failure):
+            return self._fail(episode, answer)
         episode.turn_tokens = 0
-        answer = episode.environment.step(action)
         episode.reward += answer.reward
+        if not math.isfinite(episode.reward):
+            return self._fail(episode, Failure(Fault.INVALID, f"rewards that sum to {episode.reward}"))
         if answer.done:
             return self._finish(episode, answer.success, FinishReason.LENGTH if answer.truncated else FinishReason.ENVIRONMENT)
         observation = self._tokenizer.encode(answer.observation)
@@ -148,21 +205,40 @@ class Rollouts:
         return None
 
     def _finish(self, episode: _Episode, success: bool, reason: FinishReason) -> Trajectory:
-        self._sampler.release(episode.request_id)
-        del self._episodes[episode.request_id]
+        self._failed_in_a_row = 0
+        self._leave(episode)
         return episode.trajectory(reward=episode.reward, success=success, finish_reason=reason)
 
-    def state(self) -> list[dict]:
-        """The episodes under way, environments included, as plain arrays and JSON values."""
-        return [{**episode.__dict__, **{name: np.asarray(episode.__dict__[name], dtype) for name, dtype in _TOKEN_ARRAYS.items()},
-                 "turn_starts": np.asarray(episode.turn_starts, np.int32), "environment": episode.environment.state()}
-                for episode in self._episodes.values()]
+    def _fail(self, episode: _Episode, failure: Failure) -> Trajectory:
+        self._failures.append(failure)
+        self._failed_in_a_row += 1
+        self._last_failure = str(failure)
+        self._leave(episode)
+        return episode.trajectory(reward=None, success=False, finish_reason=FinishReason.FAILED)
 
-    def restore(self, state: list[dict]) -> None:
+    def _leave(self, episode: _Episode) -> None:
+        self._sampler.release(episode.request_id)
+        self._runner.end([episode.request_id])
+        del self._episodes[episode.request_id]
+
+    def state(self) -> dict:
+        """The episodes under way, environments included, as plain arrays and JSON values."""
+        episodes = []
+        for episode in self._episodes.values():
+            arrays = {name: np.asarray(episode.__dict__[name], dtype) for name, dtype in _TOKEN_ARRAYS.items()}
+            environment = None if episode.seed is not None else self._runner.state(episode.request_id)
+            episodes.append({**episode.__dict__, **arrays, "turn_starts": np.asarray(episode.turn_starts, np.int32),
+                             "environment": environment})
+        return {"episodes": episodes, "failed_in_a_row": self._failed_in_a_row, "last_failure": self._last_failure}
+
+    def restore(self, state: dict) -> None:
         """Takes a `state` back; the sampler is restored beside it."""
+        self._runner.end(self._episodes)
         self._episodes = {}
-        for saved in state:
-            environment = self._make_environment()
-            environment.restore(saved["environment"])
-            lists = {name: saved[name].tolist() for name in (*_TOKEN_ARRAYS, "turn_starts")}
-            self._episodes[saved["request_id"]] = _Episode(**{**saved, **lists, "environment": environment})
+        for saved in state["episodes"]:
+            saved = {**saved, **{name: saved[name].tolist() for name in (*_TOKEN_ARRAYS, "turn_starts")}}
+            environment = saved.pop("environment")
+            episode = self._episodes[saved["request_id"]] = _Episode(**saved)
+            if episode.seed is None:
+                self._runner.restore(episode.request_id, environment)
+        self._failed_in_a_row, self._last_failure = state["failed_in_a_row"], state["last_failure"]

@@ -24,6 +24,10 @@ class EpisodeError(ValueError):
     """No episode is running: nothing was reset yet, or the last step ended it."""
 
 
+class InvalidAnswer(TypeError):
+    """What an environment said is no observation, or no step."""
+
+
 class NoExpert(ValueError):
     """The environment has no scripted expert, so it cannot give warm-start data."""
 
@@ -88,9 +92,12 @@ class Environment(abc.ABC):
 
         Raises:
           EpisodeError: before `reset`, or after a step that was done.
+          InvalidAnswer: the family's code returned something else than a step.
         """
         self._require_episode("step")
         result = self._advance(action)
+        if not isinstance(result, Step):
+            raise InvalidAnswer(f"{type(self).__name__}._advance returned {type(result).__name__}, wanted a Step")
         self._turns_taken += 1
         if not result.done and self._turns_taken == self.max_turns:
             result = dataclasses.replace(result, observation="", done=True, truncated=True)

@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model
 from rl.engine import PolicyEngine
-from rl.environments import Environment, EnvironmentName, Split, Step, make
+from rl.environments import Environment, EnvironmentName, Fault, Split, Step, make
 from rl.logprobs import score
 from rl.rollout import Rollouts
 from rl.sampler import SampledTokens, Sampler, Swap
@@ -150,7 +150,7 @@ def test_a_character_split_over_two_steps_of_a_turn_reaches_the_environment_whol
     sampler, rollouts = play({0: [say([0xC3], turn_over=False), say([0xA9]), say("!")]},
                              environment=lambda: environments.append(Parrot()) or environments[-1])
     [trajectory] = run(rollouts)[0].values()
-    assert environments[0].heard == ["é", "!"]
+    assert environments[-1].heard == ["é", "!"]
     assert trajectory.turn_starts.tolist() == [7, 12]
 
 
@@ -190,11 +190,49 @@ def test_an_observation_that_leaves_no_room_ends_the_episode(max_length, turns):
     assert sampler.released == [0] and trajectory.loss_mask[-1]
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_is_named(reward):
-    _, rollouts = play({4: [say("x")] * 9}, environment=lambda: Parrot(reward))
-    with pytest.raises(ValueError, match=f"trajectory 4: reward is {reward}, wanted a finite number; check the environment"):
-        run(rollouts)
+@pytest.mark.parametrize(("reward", "turns"), [(float("nan"), 1), (float("inf"), 1), (1e308, 2)])
+def test_a_reward_that_is_no_number_costs_its_trajectory(reward, turns):
+    sampler, rollouts = play({4: [say("x")] * 9}, environment=lambda: Parrot(reward))
+    steps = [rollouts.step(1) for _ in range(9)]
+    [(failure, trajectory)] = [(*step.failures, *step.finished) for step in steps if step.finished]
+    assert failure.fault is Fault.INVALID and "reward" in failure.message
+    assert trajectory.finish_reason is FinishReason.FAILED and trajectory.reward is None and not trajectory.success
+    assert len(trajectory.turn_starts) == turns and trajectory.loss_mask[-1]
+    assert sampler.released == [4] and rollouts.num_running == 0
+
+
+class Wordy(Parrot):
+    """Of one character in two bytes."""
+
+    def __init__(self, first, later):
+        super().__init__()
+        self.first, self.later = first, later
+
+    def _begin(self, seed):
+        return "é" * self.first
+
+    def _advance(self, action):
+        return Step("é" * self.later, 0.0, done=False)
+
+
+@pytest.mark.parametrize(("first", "later", "fault"), [(9, 1, Fault.OVERSIZED), (19, 1, Fault.OVERSIZED), (8, 18, None),
+                                                       (8, 19, Fault.OVERSIZED)])
+def test_an_observation_that_no_context_could_hold_costs_its_trajectory(first, later, fault):
+    """After a start token, 17 more tokens leave no room in a context of 18. One that does not fit at its place only
+    ends the episode; one of more characters than a whole context has tokens is a fault."""
+    sampler, rollouts = play({4: [say("x")] * 9}, environment=functools.partial(Wordy, first, later), max_length=18)
+    steps = [rollouts.step(1) for _ in range(3)]
+    [trajectory] = [trajectory for step in steps for trajectory in step.finished]
+    assert [failure.fault for step in steps for failure in step.failures] == ([fault] if fault else [])
+    assert trajectory.finish_reason is (FinishReason.FAILED if fault else FinishReason.LENGTH)
+    assert sampler.released == [4] and (4 in sampler.submitted) == (first == 8)
+
+
+def test_nothing_is_kept_of_episodes_that_ended():
+    _, rollouts = play({0: [say("x"), say("!")], 1: [say("!")], 2: [say("x")] * 9}, environment=functools.partial(Parrot, 1e308))
+    rollouts.cancel([1])
+    run(rollouts)
+    assert rollouts._runner._host._episodes == {}
 
 
 def test_greedy_tokens_are_never_trained():
@@ -218,7 +256,7 @@ def test_cancel_returns_what_there_is():
 
 def test_partial_is_a_look_at_what_is_under_way():
     _, rollouts = play({0: [say("x"), say("!")], 1: [say("!")]})
-    assert [(len(t), t.reward) for t in rollouts.partial()] == [(7, None)] * 2
+    assert [(len(t), t.reward) for t in rollouts.partial()] == [(1, None)] * 2  # the start token; nothing was asked for yet
     rollouts.step(1)
     [trajectory] = rollouts.partial()
     assert trajectory.request_id == 0 and len(trajectory) == 11 and not trajectory.loss_mask[-1]

@@ -2,6 +2,8 @@
 
 from setuptools import find_packages, setup
 
+NOTEBOOKS = ["ipykernel>=6.17", "matplotlib>=3.9", "nbclient>=0.10", "nbformat>=5.10"]
+
 setup(
     name="exactor",
     version="0.1.0",
@@ -28,7 +30,7 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]"],
         "reasoning-gym": ["reasoning-gym>=0.1.25"],  # compiles a solver, and brings 130 MB
-        "test": ["hypothesis>=6.100", "pytest>=8", "reasoning-gym>=0.1.25", "ruff>=0.12", "safetensors>=0.5"],
-        "notebooks": ["ipykernel", "matplotlib>=3.9", "nbclient>=0.10"],
+        "test": ["hypothesis>=6.100", "pytest>=8", "reasoning-gym>=0.1.25", "ruff>=0.12", "safetensors>=0.5", *NOTEBOOKS],
+        "notebooks": NOTEBOOKS,
     },
 )

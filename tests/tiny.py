@@ -88,7 +88,7 @@ def tiny_rooms(run_dir: pathlib.Path, config: Config | None = None, *, devices: 
     loop = build_loop(foundation, run_dir, sampler(), scorer)
     learner = loop._rooms.learner
     programs = ("_update", "_row_weights", "_publish", "_start", "_copy")
-    options = (config.optimizer, config.loss, config.step, config.snapshots.old_logprobs)
+    options = (config.optimizer, config.loss, config.step, loop.source.inside)
     key = ("learner", foundation.model, devices, *options, precision)
     learner.__dict__.update(_share(key, lambda: {name: learner.__dict__[name] for name in programs}))
     return loop

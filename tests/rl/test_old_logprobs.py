@@ -60,10 +60,16 @@ def scorer():
     return Scorer(MODEL, mesh, rows_per_device=2, lengths=(8, 16), temperature=TEMPERATURE)
 
 
+@jax.jit
+def score_row(params, row, valid):
+    return score(MODEL, params, row, valid, temperature=TEMPERATURE).logprobs
+
+
 def reference(version, tokens):
-    """Scores the whole row without buckets."""
-    row = np.asarray(tokens)[None]
-    return np.asarray(score(MODEL, params_of(version), row, np.ones_like(row, bool), temperature=TEMPERATURE).logprobs[0])
+    """Scores the whole row by itself, in a length that is no bucket."""
+    row = np.zeros((1, 14), np.int32)
+    row[0, : len(tokens)] = tokens
+    return np.asarray(score_row(params_of(version), row, np.arange(14)[None] < len(tokens)))[0, : len(tokens)]
 
 
 def test_snapshot_scores_each_token_under_the_version_that_sampled_it(scorer):

@@ -197,6 +197,8 @@ class Run:
             self._checkpoints.save(self._loop.step, state["shared"], {"run": state["own"], "facts": facts})
 
     def _conclude(self) -> dict:
+        if isinstance(self._schedule, Repeat):
+            self._schedule.settle()
         self._loop.finish()
         self._checkpoints.close()
         after = self._evaluate()

@@ -235,6 +235,12 @@ class Repeat:
                 row = self._do(next(self._operations))
             on_step(row)
 
+    def settle(self) -> None:
+        """Ends the round that the recorded run was in the middle of when its last learner step ended; before `Loop.finish`."""
+        if self._rolled is not None:
+            self._loop.end_round(self._rolled)
+            self._rolled = None
+
     def _do(self, operation: Operation) -> dict | None:
         """One operation; the row of metrics if it ends a learner step."""
         loop = self._loop
@@ -243,7 +249,7 @@ class Repeat:
                 self._rolled = loop.roll(loop.max_decode_steps) if loop.begin_round() else None
             case Operation.END_ROUND:
                 self._require(self._rolled, "rolled on")
-                loop.end_round(self._rolled)
+                self.settle()
             case Operation.TAKE:
                 self._groups = loop.take()
                 self._facts = None if self._groups is None else loop.learn(self._groups)

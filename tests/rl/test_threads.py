@@ -43,8 +43,13 @@ def test_a_run_is_repeated_bit_by_bit_in_one_thread(tmp_path):
     order = read_interleaving(tmp_path / "threads" / "interleaving.txt")
     assert len(order) == 12
     again = tiny_loop(tmp_path / "again", threaded_config(), devices=DEVICES)
-    Repeat(again, order).run(12)
+    repeat = Repeat(again, order)
+    repeat.run(12)
     assert_same_weights(loop, again)
+    repeat.settle()
+    for run in (loop, again):
+        run.finish()
+        assert run._rooms.ring.pins == {}
     assert without_times(rows_of(tmp_path / "threads")) == without_times(rows_of(tmp_path / "again"))
     ledgers = [(tmp_path / name / "ledger" / "segments.jsonl").read_bytes() for name in ("threads", "again")]
     assert ledgers[0] == ledgers[1]

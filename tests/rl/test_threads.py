@@ -55,6 +55,7 @@ def test_a_run_is_repeated_bit_by_bit_in_one_thread(tmp_path):
     assert ledgers[0] == ledgers[1]
 
 
+@pytest.mark.slow
 def test_another_order_is_another_run(tmp_path):
     """Or the test before this one would show nothing."""
     loops = []
@@ -98,6 +99,7 @@ def slowed(loop, *, seconds_per_batch, seconds_per_step):
     loop.roll, loop.learn = slow_roll, slow_learn
 
 
+@pytest.mark.slow
 def test_the_sampler_never_runs_further_ahead_than_admission_allows(tmp_path):
     loop, threads = threaded(tmp_path, threaded_config(max_staleness=2))
     threads.run(3)
@@ -109,6 +111,7 @@ def test_the_sampler_never_runs_further_ahead_than_admission_allows(tmp_path):
         assert row["groups_in_flight"] + row["groups_queued"] + row["groups_trained"] <= (2 + row["step"] + 1) * 4
 
 
+@pytest.mark.slow
 def test_a_full_ring_stops_neither_side(tmp_path):
     for policy in RingFullPolicy:
         config = threaded_config(max_staleness=2, ring_full=policy)

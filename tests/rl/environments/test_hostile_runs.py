@@ -98,6 +98,7 @@ def test_a_hostile_run_finishes_and_its_counts_are_right(hostile_run):
     assert last["dropped_groups_too_few_rewards"] >= len(ON_RESET)
 
 
+@pytest.mark.slow
 def test_failures_are_part_of_the_run_whatever_the_number_of_workers(hostile_run, tmp_path):
     loop, directory, _, _ = hostile_run
     again = tiny_loop(tmp_path, hostile_config(dataclasses.replace(WORKERS, environment_workers=3)))
@@ -141,6 +142,7 @@ def test_a_run_does_not_depend_on_where_its_environments_run(tmp_path, environme
     assert failed > 4 if environment == "hostile" else failed == 0
 
 
+@pytest.mark.slow
 def test_evaluation_counts_a_failed_episode_as_no_success(tmp_path):
     config = hostile_config(on_reset={}, on_turn={})
     loop = tiny_loop(tmp_path, config)

@@ -153,10 +153,11 @@ def test_a_restored_episode_replaces_the_one_of_its_number(runners, kind):
     runner = runners[kind]
     [episode] = begin(runner)
     saved = runner.state(episode)
-    say(runner, [episode], "a")
-    runner.end([episode])
-    runner.restore(episode, saved)
-    assert say(runner, [episode], "b") == [echo(1, "b")]
+    for _ in range(MANY_WORKERS.environment_workers + 1):  # so that some worker sees it twice
+        say(runner, [episode], "a")
+        runner.end([episode])
+        runner.restore(episode, saved)
+        assert say(runner, [episode], "b") == [echo(1, "b")]
 
 
 # --- workers ---

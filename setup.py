@@ -30,7 +30,7 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]"],
         "reasoning-gym": ["reasoning-gym>=0.1.25"],  # compiles a solver, so it wants a C compiler
-        "test": ["hypothesis>=6.100", "pytest>=8", "ruff>=0.12", "safetensors>=0.5", *NOTEBOOKS],
+        "test": ["hypothesis>=6.100", "pytest>=8", "pytest-xdist>=3.5", "ruff>=0.12", "safetensors>=0.5", *NOTEBOOKS],
         "notebooks": NOTEBOOKS,
     },
 )

@@ -2,9 +2,11 @@
 
 A run's state is a tree of dicts, lists, JSON values and numpy arrays (every room's `state()`). Orbax stores the large arrays as
 they are. The many small ones, of what is under way, and the tree itself are packed into one: an entry each would take longer than
-the rest. Several processes write one checkpoint: each packs all of what is its own.
+the rest. Several processes write one checkpoint: each packs all of what is its own. The pack has checksums of its own; those of
+the arrays stored alone are in it.
 """
 
+import hashlib
 import io
 import json
 import math
@@ -108,20 +110,24 @@ def _pack(state: dict, *, large: float = LARGE) -> dict[str, np.ndarray]:
             return {key: skeleton(item) for key, item in value.items()}
         return [skeleton(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    tree = json.dumps(skeleton(state))
+    tree = skeleton(state)
     # numpy's own format knows numpy's own types only.
     alone = {str(index): array for index, array in enumerate(arrays) if array.nbytes >= large or array.dtype.isbuiltin != 1}
     small = {str(index): array for index, array in enumerate(arrays) if str(index) not in alone}
+    text = json.dumps({"tree": tree, "sha256": {name: _digest(array) for name, array in alone.items()}})
     packed = io.BytesIO()
-    np.savez(packed, tree=np.frombuffer(tree.encode(), np.uint8), **small)
+    np.savez(packed, text=np.frombuffer(text.encode(), np.uint8), **small)
     return {PACKED: np.frombuffer(packed.getvalue(), np.uint8), **alone}
 
 
 def _unpack(stored: dict[str, np.ndarray]) -> dict:
-    """The inverse of `_pack`."""
+    """The inverse of `_pack`. ValueError, or what numpy's reader raises: a value is not what was packed."""
     with np.load(io.BytesIO(stored[PACKED].tobytes()), allow_pickle=False) as packed:
         arrays = {**{name: packed[name] for name in packed.files}, **stored}
-    tree = json.loads(arrays["tree"].tobytes())
+    content = json.loads(arrays["text"].tobytes())
+    for name, digest in content["sha256"].items():
+        if _digest(stored[name]) != digest:
+            raise ValueError(f"array {name} is not what was saved")
 
     def fill(value):
         if isinstance(value, dict):
@@ -130,4 +136,8 @@ def _unpack(stored: dict[str, np.ndarray]) -> dict:
             return {key: fill(item) for key, item in value.items()}
         return [fill(item) for item in value] if isinstance(value, list) else value
 
-    return fill(tree)
+    return fill(content["tree"])
+
+
+def _digest(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()

@@ -87,12 +87,22 @@ def test_what_is_half_written_is_not_chosen_and_is_cleaned_away(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "8"]
 
 
-def test_a_damaged_one_is_named(tmp_path):
+DAMAGES = {
+    "a value of an array by itself": lambda content: content.replace(STATE["large"][1000].tobytes(), bytes(8)),
+    "a letter in the pack": lambda content: content.replace(b'"name"', b'"lame"'),
+    "every file cut": lambda content: content[: len(content) // 2],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_named(tmp_path, damage):
     checkpoints = RunCheckpoints(tmp_path)
     checkpoints.save(4, STATE, {})
     checkpoints.close()
-    for path in (tmp_path / "4").rglob("*"):
-        if path.is_file() and path.stat().st_size > 1000:
-            path.write_bytes(path.read_bytes()[:-500])
+    contents = {path: path.read_bytes() for path in (tmp_path / "4").rglob("*") if path.is_file()}
+    damaged = {path: DAMAGES[damage](content) for path, content in contents.items()}
+    assert damaged != contents
+    for path, content in damaged.items():
+        path.write_bytes(content)
     with pytest.raises(CheckpointCorrupt, match="checkpoint 4 in .* cannot be read: .*delete its directory"):
         RunCheckpoints(tmp_path).latest()

@@ -17,6 +17,7 @@ from rl.logprobs import score
 from rl.rollout import Rollouts
 from rl.sampler import SampledTokens
 from rl.warmstart import WarmStartOptions, demonstrate, warm_start
+from tests.families import FAMILIES
 
 MODEL = Model(ModelConfig(vocab_size=264, num_layers=1, d_model=16, d_ff=24, num_heads=2, num_kv_heads=2, head_dim=8,
                           max_length=88))
@@ -94,7 +95,7 @@ class Remembering(base.Environment):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("family", EnvironmentName)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_demonstration_is_laid_out_like_a_rollout(family, seed):
     environment = Remembering(make(family, Split.TRAIN))
     demonstration = demonstrate(environment, seed, np.random.default_rng(seed), max_length=200)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from models.tokenizer import ByteTokenizer
 from rl import environments
 from rl.environments import EnvironmentName, Split
+from tests.families import FAMILIES
 
-EVERY_FAMILY = pytest.mark.parametrize("name", EnvironmentName)
+EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
 EVERY_SPLIT = pytest.mark.parametrize("split", Split)
 
 

@@ -30,6 +30,7 @@ def execute(notebook: nbformat.NotebookNode) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     environment["PYTHONPATH"] = str(ROOT)
     with tempfile.TemporaryDirectory() as directory:
+        environment["TMPDIR"] = directory  # the notebook's own temporary files go with it
         client = nbclient.NotebookClient(
             notebook,
             timeout=CELL_SECONDS,

@@ -51,6 +51,14 @@ def parameter_shardings(axes, shapes, mesh: Mesh, rules=RULES):
     return jax.tree.map_with_path(sharding, shapes, axes)
 
 
+def placed(shapes, shardings):
+    """A tree of `jax.ShapeDtypeStruct` with the shardings of another tree: what arrays will be, before they are."""
+    def place(shape, sharding):
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes, shardings)
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Leading axis over `BATCH_AXES`, everything else whole."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))

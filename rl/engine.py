@@ -1,4 +1,4 @@
-"""The sampling engine: JetStream's `Engine` contract over the pure functions of `rl.sampling`, compiled and placed on a mesh.
+"""The sampling engine: JetStream's `Engine` contract over the compiled programs of `rl.sampling_programs`.
 
 Parameters are an argument of every call, which is what lets the sampler swap policies between two tokens. Three things go
 beyond the contract of JetStream 0.2.2, because reinforcement learning needs them and it has no place for them:
@@ -12,19 +12,18 @@ JetStream imports TensorFlow (seconds, and about a gigabyte), so this is the onl
 """
 
 import contextlib
-import functools
 import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import decode
-from models.sharding import BATCH_AXES, DECODE_RULES, batch_sharding, check_rows, parameter_shardings, replicated
+from models.sharding import batch_sharding, replicated
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
 from rl import sampling
 from rl.sampling import DecodeState, LoadedPolicy, Prefix, Sampled
+from rl.sampling_programs import SamplingPrograms
 
 
 @contextlib.contextmanager
@@ -64,7 +63,7 @@ class PolicyEngine(engine_api.Engine):
             raise ValueError(f"temperature is {temperature}, wanted more than 0; for greedy decoding make the request greedy")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p is {top_p}, wanted a probability mass in (0, 1]")
-        check_rows("sampler slots", slots, mesh)
+        self._programs = SamplingPrograms(model, mesh, slots=slots, max_steps=max_steps, temperature=temperature, top_p=top_p)
         self._model, self._mesh = model, mesh
         self._slots, self.max_steps = slots, max_steps
         self.temperature, self.top_p = temperature, top_p
@@ -73,23 +72,6 @@ class PolicyEngine(engine_api.Engine):
         is_stop[list(stop_tokens)] = True
         self._is_stop = jax.device_put(is_stop, replicated(mesh))
 
-        state_shardings = self._state_shardings()
-        self._parameter_shardings = parameter_shardings(model.axes, model.shapes, mesh, DECODE_RULES)
-        self._load = jax.jit(functools.partial(decode.prepare, model), out_shardings=self._weight_shardings())
-        self._init = jax.jit(functools.partial(sampling.empty_state, model, slots), out_shardings=state_shardings)
-        self._prefill = jax.jit(functools.partial(sampling.prefill, model), out_shardings=replicated(mesh))
-
-        def changes_state(function, state_argument, out_shardings=state_shardings):
-            return jax.jit(function, donate_argnums=state_argument, out_shardings=out_shardings)
-
-        self._insert = changes_state(sampling.insert, 1)
-        self._insert_group = changes_state(sampling.insert_group, 1)
-        self._append = changes_state(functools.partial(sampling.append, model), 1)
-        self._refill = changes_state(functools.partial(sampling.refill, model), 1)
-        self._free = changes_state(sampling.free, 0)
-        decode_loop = functools.partial(sampling.decode_loop, model, max_steps=max_steps, temperature=temperature, top_p=top_p)
-        self._decode = changes_state(decode_loop, 1, (state_shardings, batch_sharding(mesh)))
-
     # --- JetStream's contract ---
 
     def load_params(self, params: Params, version: int) -> LoadedPolicy:
@@ -97,8 +79,8 @@ class PolicyEngine(engine_api.Engine):
 
         They may lie on other devices, in whatever shards; then they are copied to this engine's.
         """
-        params = jax.device_put(params, self._parameter_shardings)
-        return LoadedPolicy(weights=self._load(params), version=self._device(np.int32(version)))
+        params = jax.device_put(params, self._programs.parameter_shardings)
+        return LoadedPolicy(weights=self._programs.load(params), version=self._device(np.int32(version)))
 
     def prefill(self, *, params: LoadedPolicy, existing_prefix: Prefix | None = None, padded_tokens: jax.Array, true_length: int,
                 request_id: int = 0, remaining: int | None = None, greedy: bool = False) -> Prefix:
@@ -116,13 +98,13 @@ class PolicyEngine(engine_api.Engine):
         scalars = {"true_length": np.int32(true_length), "request_id": np.int32(request_id),
                    "remaining": np.int32(room if remaining is None else min(remaining, room)), "greedy": np.bool_(greedy)}
         tokens, scalars = self._device((tokens, scalars))
-        return self._prefill(params.weights, existing_prefix, tokens, **scalars)
+        return self._programs.prefill(params.weights, existing_prefix, tokens, **scalars)
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Puts a prefix into a slot; `decode_state` is donated."""
         if not 0 <= slot < self._slots:
             raise ValueError(f"insert into slot {slot}, wanted 0 to {self._slots - 1}")
-        return self._insert(prefix, decode_state, self._device(np.int32(slot)))
+        return self._programs.insert(prefix, decode_state, self._device(np.int32(slot)))
 
     def generate(self, params: LoadedPolicy, decode_state: DecodeState) -> tuple[DecodeState, engine_api.ResultTokens]:
         """One decode step as JetStream sees it: tokens, validity and numbers of tokens sampled in one array, without logprobs."""
@@ -133,7 +115,7 @@ class PolicyEngine(engine_api.Engine):
 
     def init_decode_state(self) -> DecodeState:
         """All slots idle and empty."""
-        return self._init()
+        return self._programs.init()
 
     def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
         """A prefix is whole on every device that decodes."""
@@ -174,19 +156,19 @@ class PolicyEngine(engine_api.Engine):
         """
         if not 1 <= num_steps <= self.max_steps:
             raise ValueError(f"decode of {num_steps} steps, wanted 1 to {self.max_steps}; raise --decode-steps-per-call")
-        return self._decode(params, state, self._key, self._is_stop, self._device(np.int32(num_steps)))
+        return self._programs.decode(params, state, self._key, self._is_stop, self._device(np.int32(num_steps)))
 
     def insert_group(self, prefix: Prefix, state: DecodeState, slots: np.ndarray, *, request_ids: np.ndarray,
                      remaining: np.ndarray, greedy: np.ndarray) -> DecodeState:
         """Puts one prefix into R slots, for a request each; all arrays [R]. A slot number of S stands for no slot."""
         slots, rows = self._device((slots, {"request_ids": request_ids, "remaining": remaining, "greedy": greedy}))
-        return self._insert_group(prefix, state, slots, **rows)
+        return self._programs.insert_group(prefix, state, slots, **rows)
 
     def append(self, params: LoadedPolicy, state: DecodeState, tokens: np.ndarray, *, counts: np.ndarray,
                remaining: np.ndarray) -> DecodeState:
         """Appends counts[s] tokens of int32 [S, T] to slot s and lets it sample `remaining[s]`; count 0 leaves a slot alone."""
         tokens, counts, remaining = jax.device_put((tokens, counts, remaining), batch_sharding(self._mesh))
-        return self._append(params.weights, state, tokens, counts=counts, remaining=remaining)
+        return self._programs.append(params.weights, state, tokens, counts=counts, remaining=remaining)
 
     def refill(self, params: LoadedPolicy, state: DecodeState, slots: np.ndarray, *, contexts: np.ndarray, counts: np.ndarray,
                request_ids: np.ndarray, remaining: np.ndarray, greedy: np.ndarray) -> DecodeState:
@@ -196,32 +178,16 @@ class PolicyEngine(engine_api.Engine):
         """
         rows = {"contexts": contexts, "counts": counts, "request_ids": request_ids, "remaining": remaining, "greedy": greedy}
         slots, rows = self._device((slots, rows))
-        return self._refill(params.weights, state, slots, **rows)
+        return self._programs.refill(params.weights, state, slots, **rows)
 
     def free_resource(self, state: DecodeState, slot: int) -> DecodeState:
         """Makes a slot idle, in the middle of a turn too."""
-        return self._free(state, self._device(np.int32(slot)))
+        return self._programs.free(state, self._device(np.int32(slot)))
 
     # --- inside ---
 
     def _device(self, arrays):
         return jax.device_put(arrays, replicated(self._mesh))
-
-    def _weight_shardings(self):
-        shapes, axes = self._model.shapes, self._model.axes
-        shardings = parameter_shardings(axes, shapes, self._mesh, rules=DECODE_RULES)
-
-        def unstacked(sharding):
-            return jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
-
-        return {**shardings, "blocks": (jax.tree.map(unstacked, shardings["blocks"]),) * self._model.config.num_layers}
-
-    def _state_shardings(self) -> DecodeState:
-        rows = batch_sharding(self._mesh)
-        cache = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(BATCH_AXES, None, "tensor"))
-        layers = (cache,) * self._model.config.num_layers
-        return DecodeState(cache=decode.Cache(keys=layers, values=layers), next_tokens=rows, lengths=rows, num_sampled=rows,
-                           request_ids=rows, remaining=rows, greedy=rows)
 
 
 class _JetStreamTokenizer(tokenizer_api.Tokenizer):

@@ -22,9 +22,9 @@ LAYERS = {
     "types": ("types",),
     "cores": ("logprobs", "advantages", "corrections", "losses", "batching", "delta", "sampling"),
     "shells": (
-        "environments", "admission", "engine", "sampler", "rollout", "snapshots", "snapshot_store", "old_logprobs", "learner",
-        "scorer", "exactness", "evaluation", "warmstart", "ledger", "auditing", "budget", "checkpoint", "metrics", "timeline",
-        "processes", "rooms", "training", "reporting",
+        "environments", "admission", "engine", "sampling_programs", "sampler", "rollout", "snapshots", "snapshot_store",
+        "old_logprobs", "learner", "scorer", "exactness", "evaluation", "warmstart", "ledger", "auditing", "budget", "checkpoint",
+        "metrics", "timeline", "processes", "rooms", "training", "reporting",
     ),
     "loop": ("loop", "threads"),
 }  # fmt: skip
@@ -241,6 +241,7 @@ def test_an_unexpected_top_level_entry_is_named(tmp_path):
 
 def test_a_process_without_a_sampler_never_imports_jetstream():
     """It brings TensorFlow: seconds and a gigabyte, which an audit, a help text or a learner need not pay."""
-    program = "import sys, launch.train, launch.audit, launch.evaluate; print({'jetstream', 'tensorflow'} & sys.modules.keys())"
+    commands = "launch.train, launch.audit, launch.evaluate, launch.plan"
+    program = f"import sys, {commands}; print({{'jetstream', 'tensorflow'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

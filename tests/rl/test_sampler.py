@@ -425,8 +425,9 @@ def test_ragged_rounds_compile_once_a_bucket_and_leave_nothing_behind(engine):
                 num_arrays = len(jax.live_arrays())
     assert not compiled
     assert len(jax.live_arrays()) <= num_arrays
-    assert engine._decode._cache_size() == engine._append._cache_size() == 1
-    assert engine._refill._cache_size() == 2 and engine._prefill._cache_size() == 3  # 16, 32 and 8, 16, 32
+    programs = engine._programs
+    assert programs.decode._cache_size() == programs.append._cache_size() == 1
+    assert programs.refill._cache_size() == 2 and programs.prefill._cache_size() == 3  # 16, 32 and 8, 16, 32
 
 
 # --- state ---

@@ -5,6 +5,7 @@ Every distinct shape is a compilation, so lengths are rounded up to a short list
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from rl.types import NO_POLICY, Batch, Trajectory
@@ -37,6 +38,15 @@ def pad_rows(rows: Sequence[np.ndarray], length: int, *, fill, num_rows: int | N
     for index, row in enumerate(rows):
         padded[index, :len(row)] = row
     return padded
+
+
+def batch_shapes(num_rows: int, length: int, sharding: jax.sharding.Sharding) -> Batch:
+    """What `make_batch` makes, as `jax.ShapeDtypeStruct` [num_rows, length], once it lies on devices."""
+    def tokens(dtype):
+        return jax.ShapeDtypeStruct((num_rows, length), dtype, sharding=sharding)
+
+    return Batch(tokens=tokens(np.int32), valid=tokens(bool), loss_mask=tokens(bool), sampler_logprobs=tokens(np.float32),
+                 proximal_logprobs=tokens(np.float32), advantages=tokens(np.float32), policy_versions=tokens(np.int32))
 
 
 def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequence[np.ndarray], advantages: np.ndarray,

@@ -18,9 +18,10 @@ import numpy as np
 import optax
 
 from models.config import Precision
-from models.sharding import batch_sharding, check_rows, num_batch_shards, parameter_shardings, replicated
+from models.sharding import batch_sharding, check_rows, num_batch_shards, parameter_shardings, placed, replicated
 from models.transformer import Model, Params
 from rl import processes
+from rl.batching import batch_shapes
 from rl.corrections import Discrepancy
 from rl.logprobs import score
 from rl.losses import Denominator, Metrics, combine_metrics, decoupled_ppo_terms, finalize_metrics, row_weights
@@ -189,7 +190,7 @@ class Learner:
         self._optimizer = optimizer.make()
         whole = replicated(mesh)
         self.shardings = state_shardings(model, mesh, self._optimizer)
-        self._state_shapes = jax.eval_shape(self._fresh, model.shapes)
+        self.state_shapes = placed(jax.eval_shape(self._fresh, model.shapes), self.shardings)
         update = make_update(self._loss, self._optimizer, num_microbatches=step.microbatches, num_shards=num_batch_shards(mesh))
         self._update = jax.jit(update, donate_argnums=0, out_shardings=(self.shardings, whole, whole, whole))
         weights = functools.partial(row_weights, denominator=loss.denominator, constant=loss.denominator_constant)
@@ -238,6 +239,14 @@ class Learner:
         each = [{**finalize_metrics(part), "loss": loss, "gradient_norm": norm} for loss, part, norm in updates]
         return StepMetrics(whole, each)
 
+    def lower_update(self, rows: int, length: int) -> jax.stages.Lowered:
+        """The program of an optimizer step on a minibatch of [rows, length], for whoever wants to know it before it runs."""
+        def per_row(dtype):
+            return jax.ShapeDtypeStruct((rows,), dtype, sharding=self._rows)
+
+        minibatch = (batch_shapes(rows, length, self._rows), per_row(jnp.float32), per_row(jnp.int32))
+        return self._update.lower(self.state_shapes, minibatch)
+
     def state(self) -> dict:
         """Master weights and moments as numpy arrays in a fixed order, and the step count.
 
@@ -251,7 +260,7 @@ class Learner:
         Raises:
           ValueError: the arrays are those of another model or optimizer; nothing has changed.
         """
-        shapes = [leaf.shape for leaf in jax.tree.leaves(self._state_shapes)]
+        shapes = [leaf.shape for leaf in jax.tree.leaves(self.state_shapes)]
         found = [leaf.shape for leaf in state["leaves"]]
         if found != shapes:
             raise ValueError(f"the saved learner has arrays of shapes {found}, wanted {shapes}; "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from models.sharding import batch_sharding, num_batch_shards, parameter_shardings
@@ -85,6 +86,13 @@ class Scorer:
                 self.num_scored_tokens += len(rows[index])
                 scores[index] = RowScore(logprobs[position, :len(rows[index])].copy(), Bucket(self.rows, length))
         return scores
+
+    def lower(self, params: Params, length: int) -> jax.stages.Lowered:
+        """The program of one length bucket, for parameters given as `jax.ShapeDtypeStruct`; nothing is placed or run."""
+        def tokens(dtype):
+            return jax.ShapeDtypeStruct((self.rows, length), dtype, sharding=self._row_sharding)
+
+        return self._score.lower(params, tokens(jnp.int32), tokens(bool))
 
     def self_test(self, params: Params) -> dict:
         """What holds here: the same rows in another order with other padding, and in a program compiled again.

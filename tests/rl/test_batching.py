@@ -2,10 +2,11 @@
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import numpy as np
 import pytest
 
-from rl.batching import bucket_length, length_buckets, make_batch, pad_rows
+from rl.batching import batch_shapes, bucket_length, length_buckets, make_batch, pad_rows
 from rl.types import NO_POLICY, FinishReason, Trajectory
 
 
@@ -89,6 +90,14 @@ def test_a_batch_holds_each_trajectory_in_its_row():
         np.testing.assert_array_equal(batch.valid[row], np.arange(8) < length)
         assert not np.any(batch.loss_mask[row, length:]) and np.all(batch.policy_versions[row, length:] == NO_POLICY)
     assert not np.any(batch.valid[2]) and not np.any(batch.loss_mask[2])
+
+
+def test_a_batch_is_known_beforehand():
+    batch = make_batch([make_trajectory(3, 6)], proximal_logprobs=[np.zeros(6)], advantages=np.ones(1), num_rows=2, length=8)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = batch_shapes(2, 8, sharding)
+    for name, array in batch.items():
+        assert (shapes[name].shape, shapes[name].dtype, shapes[name].sharding) == (array.shape, array.dtype, sharding), name
 
 
 def test_an_advantage_reaches_the_trained_tokens_of_its_row_only():

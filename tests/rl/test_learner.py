@@ -121,6 +121,21 @@ def assert_same_run(found: Run, expected: Run) -> None:
 # --- one update, however it is computed ---
 
 
+def test_the_program_known_beforehand_is_the_one_that_runs(monkeypatch):
+    class Called(Exception):
+        pass
+
+    def call(*arguments):
+        raise Called(update.lower(*arguments).as_text())
+
+    learner = make_learner(make_mesh(2, 2, 2))
+    expected, update = learner.lower_update(ROWS // STEP.minibatches, LENGTH).as_text(), learner._update
+    monkeypatch.setattr(learner, "_update", call)
+    with pytest.raises(Called) as called:
+        run_step(learner, stale_batch())
+    assert str(called.value) == expected
+
+
 def pad(batch: Batch, num_tokens: int) -> Batch:
     """Longer by tokens that do not exist, with NaN wherever there is one."""
     outside = {"tokens": 7, "valid": False, "loss_mask": False, "policy_versions": -1}

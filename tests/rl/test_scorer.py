@@ -53,6 +53,15 @@ def scorer(request):
     return shared_scorer(request.param, 2 if request.param == (1, 1, 1) else 1)
 
 
+def test_the_program_known_beforehand_is_the_one_that_runs(scorer, monkeypatch):
+    params = scorer._place(publish(Precision.FLOAT32))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
+    expected, run, programs = scorer.lower(shapes, 16).as_text(), scorer._score, []
+    monkeypatch.setattr(scorer, "_score", lambda *args: (programs.append(run.lower(*args).as_text()), run(*args))[1])
+    scorer.score(params, LONG_ROWS)
+    assert set(programs) == {expected}
+
+
 def test_rows_of_any_length_come_back_in_order_with_their_bucket(scorer):
     params = publish(Precision.FLOAT32)
     scores = scorer.score(params, ROWS)

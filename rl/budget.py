@@ -1,9 +1,10 @@
-"""What a run will hold in host memory, reckoned before it starts.
+"""The one place that counts a run's bytes, on devices, in host memory and on disk, before it starts.
 
-A ring that outgrows the machine does so in the middle of a run, after hours: the versions fill up one publish at a time. So the
-arithmetic is done at the start, from shapes alone.
+A run that outgrows its machines does so late: the ring fills up one publish at a time. So the arithmetic is done at the start,
+from shapes and shardings alone. It needs no devices: a mesh of a TPU that is elsewhere will do.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -14,18 +15,59 @@ from models.transformer import Params
 GIB = 2**30
 
 
-def host_copy_bytes(shapes: Params) -> int:
-    """Bytes of one snapshot on this process: each distinct shard that its devices hold, once.
+def device_bytes(shapes) -> int:
+    """Bytes of a tree on each device that holds its shards.
 
     Args:
       shapes: `jax.ShapeDtypeStruct` leaves with shardings.
     """
-    def leaf_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-        num_shards = len({str(index) for index in indices})
-        return num_shards * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(shapes))
 
-    return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(shapes))
+
+def host_copy_bytes(shapes: Params) -> int:
+    """Bytes of one snapshot on the process that holds most: each distinct shard of its devices, once.
+
+    Args:
+      shapes: `jax.ShapeDtypeStruct` leaves with shardings.
+    """
+    def bytes_by_process(leaf: jax.ShapeDtypeStruct) -> dict[int, int]:
+        indices: dict[int, set[str]] = {}
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            indices.setdefault(device.process_index, set()).add(str(index))
+        return {process: len(distinct) * _shard_bytes(leaf) for process, distinct in indices.items()}
+
+    leaves = [bytes_by_process(leaf) for leaf in jax.tree.leaves(shapes)]
+    return max(sum(leaf[process] for leaf in leaves) for process in leaves[0])
+
+
+def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class RingBytes:
+    """Where the snapshots' bytes are."""
+
+    device: int  # on each device of the learner: the one version that is being replayed
+    host: int  # on the process that holds most: the ring's versions, and the copy that a save under way holds
+    disk: int  # in all, when the run ends
+
+
+def ring_bytes(shapes: Params, *, capacity: int, num_persisted: int) -> RingBytes:
+    """The snapshots of a run.
+
+    Args:
+      shapes: of the published parameters, with shardings.
+      capacity: versions in the ring.
+      num_persisted: versions that the run writes to disk.
+    """
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    return RingBytes(device=device_bytes(shapes), host=(capacity + 1) * host_copy_bytes(shapes), disk=num_persisted * whole)
+
+
+def num_persisted(num_publishes: int, persist_every: int) -> int:
+    """Versions on disk after so many publishes: version 0, every `persist_every`th, and the last."""
+    return len({*range(0, num_publishes + 1, persist_every), num_publishes})
 
 
 def check_ring_fits(shapes: Params, *, capacity: int, available: int | None = None) -> None:
@@ -41,7 +83,7 @@ def check_ring_fits(shapes: Params, *, capacity: int, available: int | None = No
     """
     available = psutil.virtual_memory().available if available is None else available
     each = host_copy_bytes(shapes)
-    wanted = (capacity + 1) * each
+    wanted = ring_bytes(shapes, capacity=capacity, num_persisted=0).host
     if wanted > available:
         raise ValueError(f"a ring of {capacity} versions, and one more while a version is saved, takes {capacity + 1} x "
                          f"{each / GIB:.3g} GiB = {wanted / GIB:.3g} GiB of host memory, but {available / GIB:.3g} GiB are "

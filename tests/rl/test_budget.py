@@ -1,4 +1,4 @@
-"""The arithmetic of host memory: what a snapshot takes, and a ring that does not fit is refused with the sum."""
+"""The arithmetic of memory: what arrays and snapshots take, and a ring that does not fit is refused with the sum."""
 
 import dataclasses
 
@@ -8,7 +8,8 @@ import pytest
 from launch.build import Foundation
 from launch.config import MeshOptions
 from models.config import Precision
-from rl.budget import check_ring_fits, host_copy_bytes
+from rl.budget import check_ring_fits, device_bytes, host_copy_bytes, num_persisted, ring_bytes
+from rl.old_logprobs import SamplerSource
 from rl.snapshot_store import host_copy
 from tests.tiny import tiny_config
 
@@ -26,10 +27,44 @@ def test_a_snapshot_takes_what_was_reckoned_however_it_is_sharded(devices):
     assert host_copy_bytes(foundation.published_shapes) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize("devices", [(1, 8, 1), (2, 2, 2)])
+def test_a_device_holds_what_was_reckoned_however_it_is_sharded(devices):
+    foundation = published(devices)
+    learner = foundation.learner(SamplerSource())
+    learner.start(foundation.initial_params())
+    state = learner.train_state
+    arrays = {"params": state.params, "optimizer": state.optimizer, "published": learner.published()}
+    shapes = {**learner.state_shapes, "published": foundation.published_shapes}
+    for name, tree in arrays.items():
+        for index in range(foundation.mesh.size):
+            held = sum(leaf.addressable_shards[index].data.nbytes for leaf in jax.tree.leaves(tree))
+            assert device_bytes(shapes[name]) == held, name
+
+
+def test_weights_and_moments_are_twelve_bytes_a_parameter_divided_among_the_devices():
+    foundation = published((1, 8, 1))
+    shapes = foundation.learner(SamplerSource()).state_shapes
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(foundation.model.shapes))
+    assert device_bytes(shapes) == pytest.approx(12 * num_parameters / 8, rel=0.02)
+
+
 def test_half_the_precision_is_half_the_memory():
     assert 2 * host_copy_bytes(published(precision=Precision.BFLOAT16).published_shapes) == host_copy_bytes(
         published().published_shapes
     )
+
+
+def test_the_ring_by_tier():
+    shapes = published((1, 8, 1)).published_shapes
+    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes))
+    ring = ring_bytes(shapes, capacity=8, num_persisted=3)
+    assert (ring.device, ring.host, ring.disk) == (whole // 8, 9 * whole, 3 * whole)
+
+
+@pytest.mark.parametrize(("num_publishes", "persist_every"), [(0, 4), (1, 4), (8, 4), (9, 4), (11, 4), (5, 1), (3, 100)])
+def test_versions_on_disk_are_counted_as_the_ring_persists_them(num_publishes, persist_every):
+    persisted = [version for version in range(num_publishes + 1) if version % persist_every == 0]
+    assert num_persisted(num_publishes, persist_every) == len(persisted) + (num_publishes not in persisted)
 
 
 def test_a_ring_needs_room_for_its_versions_and_one_being_saved():

@@ -3,14 +3,15 @@
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 
 import jax
 
 from launch import run_directory
 from launch.config import Config, ConfigError
-from launch.mesh import make_mesh, make_sampler_mesh
+from launch.mesh import by_process, make_mesh, make_sampler_mesh, make_serving_mesh
 from models.config import ModelConfig
-from models.sharding import DECODE_RULES, check_rows, num_batch_shards, parameter_shardings
+from models.sharding import DECODE_RULES, RULES, check_rows, num_batch_shards, parameter_shardings
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
 from rl import processes
@@ -23,10 +24,11 @@ from rl.learner import Learner, check_batch_rows, published_shapes
 from rl.ledger import Ledger
 from rl.loop import Loop, Schedule
 from rl.metrics import MetricsWriter
-from rl.old_logprobs import make_source
+from rl.old_logprobs import OldLogprobSource, make_source
 from rl.rollout import Rollouts
 from rl.rooms import Rooms
 from rl.sampler import Sampler
+from rl.sampling_programs import SamplingPrograms
 from rl.scorer import Bucket, Scorer
 from rl.snapshot_store import SnapshotStore
 from rl.snapshots import SnapshotRing
@@ -40,34 +42,61 @@ class Foundation:
 
     config: Config
     model: Model
+    devices: tuple[jax.Device, ...]
     mesh: jax.sharding.Mesh  # of learner and scorer
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, config: Config) -> "Foundation":
+    def of(cls, config: Config, devices: Sequence[jax.Device] | None = None) -> "Foundation":
+        """Of these devices; by default of those that are there."""
+        devices = tuple(jax.devices() if devices is None else devices)
         model_config: ModelConfig = config.model
         lengths = length_buckets(model_config.max_length, config.length_buckets)
-        return cls(config, Model(model_config), make_mesh(config.mesh, reserved=config.sampler.sampler_devices), lengths)
+        mesh = make_mesh(config.mesh, devices, reserved=config.sampler.sampler_devices)
+        return cls(config, Model(model_config), devices, mesh, lengths)
 
     def check(self) -> None:
         """Refuses, before anything is compiled or written, what does not divide over the mesh or fit into host memory."""
+        self.check_division()
+        check_ring_fits(self.published_shapes, capacity=self.config.snapshots.ring_capacity)
+
+    def check_division(self) -> None:
+        """Refuses what does not divide over the mesh."""
         config, options = self.config, self.config.loop
         parameter_shardings(self.model.axes, self.model.shapes, self.mesh)
+        num_processes = len(by_process(self.devices))
+        if options.groups_per_step % num_processes:
+            raise ConfigError(
+                f"--groups-per-step {options.groups_per_step} does not divide over {num_processes} processes; make it a multiple"
+            )
         check_batch_rows(options.groups_per_step * options.group_size, config.step, self.mesh)
         check_rows("sampler --slots", config.sampler.slots, self.sampler_mesh)
         parameter_shardings(self.model.axes, self.model.shapes, self.sampler_mesh, DECODE_RULES)
+        _ = self.serving_shardings
         if config.warm_start.updates:
             check_warm_rows(config.warm_start, self.mesh)
-        if processes.num_processes() > 1 and options.schedule is Schedule.THREADS and config.snapshots.exactness_every:
+        if num_processes > 1 and options.schedule is Schedule.THREADS and config.snapshots.exactness_every:
             raise ConfigError(
                 "--exactness-every wants --schedule lockstep with several processes, where all of them serve the same versions "
                 "in the same order; set --exactness-every 0"
             )
-        check_ring_fits(self.published_shapes, capacity=config.snapshots.ring_capacity)
 
     @property
     def sampler_mesh(self) -> jax.sharding.Mesh:
-        return make_sampler_mesh(self.config.sampler, self.mesh)
+        """Of this process."""
+        return make_sampler_mesh(self.config.sampler, self.devices, self.mesh, processes.index())
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether learner and sampler run on the same devices."""
+        return not set(self.mesh.devices.flat).isdisjoint(self.sampler_mesh.devices.flat)
+
+    @property
+    def serving_shardings(self) -> Params | None:
+        """Where a published policy must lie for each process's sampler to get at it; None with one process, which holds it all."""
+        mesh = make_serving_mesh(self.config.sampler, self.devices, self.mesh)
+        rules = DECODE_RULES if self.shares_devices else RULES
+        return mesh and parameter_shardings(self.model.axes, self.model.shapes, mesh, rules)
 
     @property
     def parameter_shardings(self) -> Params:
@@ -92,6 +121,21 @@ class Foundation:
             self.model, self.mesh, rows_per_device=rows_per_device, lengths=lengths, temperature=self.config.sampler.temperature
         )
 
+    def learner(self, source: OldLogprobSource) -> Learner:
+        """The run's learner; it still wants its weights."""
+        config = self.config
+        return Learner(
+            self.model,
+            self.mesh,
+            optimizer=config.optimizer,
+            loss=config.loss,
+            step=config.step,
+            publish_dtype=config.snapshots.publish_dtype,
+            temperature=config.sampler.temperature,
+            anchor=source.inside,
+            seed=config.seed,
+        )
+
     def sampler_factory(self):
         """A function that makes samplers over one engine: training and evaluations share its compiled programs."""
         from rl.engine import PolicyEngine  # imports TensorFlow: processes without a sampler never get here
@@ -101,14 +145,25 @@ class Foundation:
         engine = PolicyEngine(
             self.model,
             self.sampler_mesh,
-            slots=options.slots,
-            max_steps=options.decode_steps_per_call,
-            temperature=options.temperature,
-            top_p=options.top_p,
+            **self._sampling_options,
             seed=self.config.seed,
             stop_tokens=() if stop is None else tuple(ByteTokenizer().encode(stop).tolist()),
         )
         return functools.partial(Sampler, engine, lengths=self.lengths, refill_rows=options.refill_rows, swap=options.swap)
+
+    def sampling_programs(self) -> SamplingPrograms:
+        """What the samplers' engine will call, without the engine."""
+        return SamplingPrograms(self.model, self.sampler_mesh, **self._sampling_options)
+
+    @property
+    def _sampling_options(self) -> dict:
+        options = self.config.sampler
+        return {
+            "slots": options.slots,
+            "max_steps": options.decode_steps_per_call,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+        }
 
     def initial_params(self) -> Params:
         """Random master weights, made in their shards."""
@@ -124,17 +179,7 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
     own = run_directory.own_part(run_dir)
     ring = SnapshotRing(config.snapshots.ring_capacity, store=store, persist_every=config.snapshots.persist_every)
     source = make_source(config.snapshots.old_logprobs, ring=ring, scorer=scorer)
-    learner = Learner(
-        foundation.model,
-        foundation.mesh,
-        optimizer=config.optimizer,
-        loss=config.loss,
-        step=config.step,
-        publish_dtype=config.snapshots.publish_dtype,
-        temperature=config.sampler.temperature,
-        anchor=source.inside,
-        seed=config.seed,
-    )
+    learner = foundation.learner(source)
     rollouts = Rollouts(
         sampler, config.environment_factory(Split.TRAIN), max_length=config.model.max_length, options=config.runner
     )

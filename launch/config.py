@@ -9,6 +9,7 @@ import importlib
 import pathlib
 import pkgutil
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import tyro
 
@@ -127,6 +128,9 @@ class Invocation(Config):
         return Config(**{field.name: self.__dict__[field.name] for field in dataclasses.fields(Config)})
 
 
+Options = TypeVar("Options", bound=Config)
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run."""
 
@@ -147,18 +151,26 @@ def load_config(name: str) -> Config:
     return importlib.import_module(f"launch.configs.{name}").config()
 
 
-def parse(arguments: Sequence[str], *, program: str) -> tuple[str, Invocation]:
+def parse(
+    arguments: Sequence[str], *, program: str, options_of: Callable[..., Options] = Invocation
+) -> tuple[str, Options]:
     """`[CONFIG] [--option value ...]` to the config's name and what is asked for. Exits with a message on unknown options."""
     arguments = list(arguments)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "quickstart"
-    return name, parse_options(arguments, load_config(name), program=f"{program} {name}")
+    return name, parse_options(arguments, load_config(name), program=f"{program} {name}", options_of=options_of)
 
 
-def parse_options(arguments: Sequence[str], default: Config, *, program: str) -> Invocation:
-    """Options on top of a config. Exits with a message on unknown ones."""
+def parse_options(
+    arguments: Sequence[str], default: Config, *, program: str, options_of: Callable[..., Options] = Invocation
+) -> Options:
+    """Options on top of a config; a command with more of them than `Config` has says so by `options_of`.
+
+    Exits with a message on unknown ones.
+    """
+    default = options_of(**default.__dict__)
     return tyro.cli(
-        Invocation,
-        default=Invocation(**default.__dict__),
+        type(default),
+        default=default,
         args=arguments,
         prog=program,
         description=f"Configs: {', '.join(config_names())} (the first argument; default quickstart).",

@@ -3,28 +3,36 @@
 With several processes the learner's mesh spans them, with equally many devices of each; a sampler's lies inside its process.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
 from launch.config import ConfigError, MeshOptions, SamplerOptions
 from models.sharding import MESH_AXES
-from rl import processes
 
 
-def make_mesh(options: MeshOptions, *, reserved: int = 0) -> jax.sharding.Mesh:
-    """The mesh of learner and scorer, of the first devices.
+def by_process(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each process."""
+    ordered = sorted(devices, key=lambda device: device.process_index)  # stable
+    return [list(group) for _, group in itertools.groupby(ordered, key=lambda device: device.process_index)]
+
+
+def make_mesh(options: MeshOptions, devices: Sequence[jax.Device], *, reserved: int = 0) -> jax.sharding.Mesh:
+    """The mesh of learner and scorer, of the first devices of each process.
 
     Args:
       options: its sizes.
+      devices: all there are.
       reserved: devices of each process that it leaves over for others.
 
     Raises:
       ConfigError: more devices asked for than there are, or they do not divide.
     """
-    num_processes = processes.num_processes()
-    reserved *= num_processes
-    devices = jax.devices()
+    groups = by_process(devices)
+    reserved *= len(groups)
     sizes = [options.data, options.fsdp, options.tensor]
     num_devices = len(devices) - reserved
     asked = f"mesh --data {options.data} --fsdp {options.fsdp} --tensor {options.tensor}"
@@ -42,21 +50,25 @@ def make_mesh(options: MeshOptions, *, reserved: int = 0) -> jax.sharding.Mesh:
             f"{asked} needs {size} devices, there are {there}; on a CPU set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={size + reserved}"
         )
-    each = processes.share(size, asked)
-    used = [device for index in range(num_processes) for device in _devices_of(index)[:each]]
-    return _arrange(sizes, used)
+    each, rest = divmod(size, len(groups))
+    if rest:
+        raise ConfigError(f"{asked}: {size} devices do not divide over {len(groups)} processes; make it a multiple")
+    return _arrange(sizes, [device for group in groups for device in group[:each]])
 
 
-def make_sampler_mesh(options: SamplerOptions, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """The mesh of this process's sampler: of the devices that come after the learner's, or else of the learner's.
+def make_sampler_mesh(
+    options: SamplerOptions, devices: Sequence[jax.Device], mesh: jax.sharding.Mesh, process: int
+) -> jax.sharding.Mesh:
+    """The mesh of a process's sampler: of those of its `devices` that come after the learner's, or else of the learner's `mesh`.
 
     Raises:
       ConfigError: there are not so many devices, or they do not divide.
     """
-    num_shared = mesh.size // processes.num_processes()
-    if not options.sampler_devices and processes.num_processes() == 1:
+    groups = by_process(devices)
+    num_shared = mesh.size // len(groups)
+    if not options.sampler_devices and len(groups) == 1:
         return mesh
-    own = _devices_of(processes.index())
+    own = groups[process]
     own = own[num_shared : num_shared + options.sampler_devices] if options.sampler_devices else own[:num_shared]
     num_rows, rest = divmod(len(own), options.sampler_tensor)
     if rest:
@@ -69,9 +81,28 @@ def make_sampler_mesh(options: SamplerOptions, mesh: jax.sharding.Mesh) -> jax.s
     return _arrange((1, num_rows, options.sampler_tensor), own)
 
 
-def _devices_of(process: int) -> list[jax.Device]:
-    return [device for device in jax.devices() if device.process_index == process]
+def make_serving_mesh(
+    options: SamplerOptions, devices: Sequence[jax.Device], mesh: jax.sharding.Mesh
+) -> jax.sharding.Mesh | None:
+    """The learner's devices once more, process by process: [processes, *MESH_AXES], each laid out as its sampler wants weights.
+
+    Over it a policy is gathered, whole, into each process: no copy crosses processes. None where there is one process only.
+    """
+    groups = by_process(mesh.devices.flat)
+    if len(groups) == 1:
+        return None
+    if options.sampler_devices:  # they are not the learner's, so the weights are only divided evenly, and copied on
+        parts = [np.array(group).reshape(1, len(group), 1) for group in groups]
+    else:
+        parts = [make_sampler_mesh(options, devices, mesh, process).devices for process in range(len(groups))]
+    return jax.sharding.Mesh(np.stack(parts), ("process", *MESH_AXES))
 
 
-def _arrange(sizes, devices: list[jax.Device]) -> jax.sharding.Mesh:
-    return jax.sharding.Mesh(mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True), MESH_AXES)
+def _arrange(sizes, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    try:
+        return jax.sharding.Mesh(mesh_utils.create_device_mesh(sizes, list(devices), allow_split_physical_axes=True), MESH_AXES)
+    except AssertionError as error:  # of a TPU's neighbours, which talk to each other directly
+        raise ConfigError(
+            f"these {len(devices)} devices are no rectangle of the TPU's topology, so they cannot be a mesh; change the "
+            "mesh's size, or --sampler-devices"
+        ) from error

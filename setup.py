@@ -28,6 +28,7 @@ setup(
         "tyro>=1.0",
     ],
     extras_require={
+        "plan": ["libtpu>=0.0.52"],
         "tpu": ["jax[tpu]"],
         "reasoning-gym": ["reasoning-gym>=0.1.25"],  # compiles a solver, so it wants a C compiler
         "test": ["hypothesis>=6.100", "pytest>=8", "pytest-xdist>=3.5", "ruff>=0.12", "safetensors>=0.5", *NOTEBOOKS],

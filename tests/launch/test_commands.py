@@ -181,7 +181,7 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize("command", ["train", "audit", "evaluate"])
+@pytest.mark.parametrize("command", ["train", "audit", "evaluate", "plan"])
 def test_help_works_without_a_sampler(command):
     done = subprocess.run([sys.executable, "-m", f"launch.{command}", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0

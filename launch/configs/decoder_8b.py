@@ -1,0 +1,49 @@
+"""A decoder of 8.19 billion parameters, shaped like Qwen3-8B, to plan for: will it fit?
+
+    python -m launch.plan decoder_8b --topology v5e:8x8     fits: at most 14.48 of 15.75 GiB a chip, when a new policy arrives
+    python -m launch.plan decoder_8b --topology v5e:4x4     does not: the learner step alone asks for 19.51 GiB
+
+Hardware to plan: two CPU cores and 2 GB of memory, for some six minutes of processor time (three to four minutes of two idle
+cores), more than half of them for the learner step. Hardware planned for: 64 chips of 16 GB, shared by learner and sampler.
+
+Expect 1.43 GiB of parameters and optimizer a chip (12 bytes a parameter, over 64 chips). The learner step takes 4.86 GiB at 64
+rows of 4,096 tokens in 4 microbatches, and 11.5 GiB without microbatches: the layers' inputs that rematerialisation keeps
+(1.1 GiB for each row of a chip), attention logits in float32 (0.5 GiB, twice), the gradient of the head before it is divided
+(0.6 GiB). The sampler's weights are divided by the tensor axis alone (3.8 GiB), and three times there while a new policy arrives.
+Weights are random and the arithmetic environment is a placeholder: only shapes matter here.
+"""
+
+from launch.config import Config, MeshOptions, SamplerOptions, SnapshotOptions
+from models.config import ModelConfig, Precision
+from rl.environments import EnvironmentName
+from rl.learner import OptimizerOptions, StepOptions
+from rl.loop import LoopOptions
+from rl.warmstart import WarmStartOptions
+
+
+def config() -> Config:
+    return Config(
+        model=ModelConfig(
+            vocab_size=151_936,
+            num_layers=36,
+            d_model=4096,
+            d_ff=12_288,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            max_length=4096,
+            rope_theta=1_000_000.0,
+            qk_norm=True,
+            tied_embeddings=False,
+            compute_dtype=Precision.BFLOAT16,
+        ),
+        environment=EnvironmentName.ARITHMETIC,
+        mesh=MeshOptions(fsdp=-1, tensor=4),
+        warm_start=WarmStartOptions(updates=0),
+        optimizer=OptimizerOptions(learning_rate=1e-6),
+        step=StepOptions(microbatches=4, remat=True),
+        loop=LoopOptions(groups_per_step=8, group_size=8, max_staleness=4),
+        sampler=SamplerOptions(slots=64, decode_steps_per_call=16, refill_rows=4),
+        snapshots=SnapshotOptions(ring_capacity=8, persist_every=16, publish_dtype=Precision.BFLOAT16),
+        steps=64,
+    )

@@ -93,7 +93,7 @@ class Foundation:
 
     @property
     def serving_shardings(self) -> Params | None:
-        """Where a published policy must lie for each process's sampler to get at it; None with one process, which holds it all."""
+        """Where a published policy must lie for the sampler of each process to get at it; None with one process, which has it."""
         mesh = make_serving_mesh(self.config.sampler, self.devices, self.mesh)
         rules = DECODE_RULES if self.shares_devices else RULES
         return mesh and parameter_shardings(self.model.axes, self.model.shapes, mesh, rules)
@@ -151,9 +151,9 @@ class Foundation:
         )
         return functools.partial(Sampler, engine, lengths=self.lengths, refill_rows=options.refill_rows, swap=options.swap)
 
-    def sampling_programs(self) -> SamplingPrograms:
+    def sampling_programs(self, mesh: jax.sharding.Mesh) -> SamplingPrograms:
         """What the samplers' engine will call, without the engine."""
-        return SamplingPrograms(self.model, self.sampler_mesh, **self._sampling_options)
+        return SamplingPrograms(self.model, mesh, **self._sampling_options)
 
     @property
     def _sampling_options(self) -> dict:
@@ -204,4 +204,6 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
         metrics=MetricsWriter(own / run_directory.METRICS),
         timeline=Timeline(own / "timeline.jsonl"),
     )
-    return Loop(rooms, options, lengths=foundation.lengths, seed=config.seed)
+    return Loop(
+        rooms, options, lengths=foundation.lengths, seed=config.seed, serving_shardings=foundation.serving_shardings
+    )

@@ -151,9 +151,7 @@ def load_config(name: str) -> Config:
     return importlib.import_module(f"launch.configs.{name}").config()
 
 
-def parse(
-    arguments: Sequence[str], *, program: str, options_of: Callable[..., Options] = Invocation
-) -> tuple[str, Options]:
+def parse(arguments: Sequence[str], *, program: str, options_of: Callable[..., Options] = Invocation) -> tuple[str, Options]:
     """`[CONFIG] [--option value ...]` to the config's name and what is asked for. Exits with a message on unknown options."""
     arguments = list(arguments)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "quickstart"

@@ -34,7 +34,8 @@ import tyro
 from launch.build import Foundation
 from launch.config import Config, ConfigError, check, parse
 from launch.display import Display, duration
-from launch.topology import HbmExceeded, ProgramMemory, compile_program, devices_of, hbm_bytes, sole_use
+from launch.mesh import by_process
+from launch.topology import HbmExceeded, ProgramMemory, by_itself, compile_program, devices_of, hbm_bytes, sole_use
 from models.sharding import placed
 from rl.budget import RingBytes, device_bytes, num_persisted, ring_bytes
 from rl.learner import Learner
@@ -44,7 +45,7 @@ from rl.scorer import Scorer
 from rl.snapshots import SnapshotRing
 
 LIVE_VERSIONS = 2  # published parameters on the learner's chips: the newest version, and the one that the sampler still has
-DIVIDE_SAMPLER = "raise --tensor, or give the sampler chips of its own: --sampler-devices with --sampler-tensor"
+DIVIDE_SAMPLER = "divide the sampler's weights further: --tensor, or --sampler-tensor with several processes or --sampler-devices"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,6 @@ class Moment:
     memory: ProgramMemory
     beside: int
     remedy: str
-    refused: bool = False  # by the compiler: more than a chip has
 
     @property
     def total(self) -> int:
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def too_large(self) -> list[Moment]:
-        return [moment for moment in self.moments if moment.refused or moment.total > self.hbm]
+        return [moment for moment in self.moments if moment.total > self.hbm]
 
 
 def main(arguments: list[str]) -> int:
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
             foundation = Foundation.of(options, devices_of(options.topology))
             foundation.check_division()
             with Display(0, console) as display:
-                plan = make_plan(foundation, display)
+                plan = make_plan(foundation, options.topology, display)
                 show(plan, foundation, display)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -127,21 +127,24 @@ def main(arguments: list[str]) -> int:
     return 1 if plan.too_large else 0
 
 
-def make_plan(foundation: Foundation, display: Display) -> Plan:
+def make_plan(foundation: Foundation, topology: str, display: Display) -> Plan:
     """Counts what lies on the chips, and compiles what runs there."""
     config, published = foundation.config, foundation.published_shapes
-    scorer, programs = foundation.scorer(), foundation.sampling_programs()
-    ring = SnapshotRing(config.snapshots.ring_capacity)
-    learner = foundation.learner(make_source(config.snapshots.old_logprobs, ring=ring, scorer=scorer))
+    programs = foundation.sampling_programs(by_itself(foundation.sampler_mesh, topology))
+    learning = dataclasses.replace(foundation, mesh=by_itself(foundation.mesh, topology))
+    scorer, ring = learning.scorer(), SnapshotRing(config.snapshots.ring_capacity)
+    learner = learning.learner(make_source(config.snapshots.old_logprobs, ring=ring, scorer=scorer))
     state = {
         "parameters": device_bytes(learner.state_shapes.params),
         "optimizer": device_bytes(learner.state_shapes.optimizer),
         "published": LIVE_VERSIONS * device_bytes(published),
     }
     sampling = {"weights": device_bytes(programs.weights), "cache": device_bytes(programs.state)}
-    is_shared = foundation.sampler_mesh is foundation.mesh
-    on_learner, on_sampler = (state | sampling,) * 2 if is_shared else (state, sampling)
-    works = make_works(foundation, learner, scorer, programs, on_learner, on_sampler)
+    serving = foundation.serving_shardings
+    if serving is not None and not foundation.shares_devices:
+        state["gathered"] = device_bytes(placed(published, serving))  # until it has been copied on to the sampler's chips
+    on_learner, on_sampler = (state | sampling,) * 2 if foundation.shares_devices else (state, sampling)
+    works = make_works(learning, learner, scorer, programs, on_learner, on_sampler)
     hbm = hbm_bytes(foundation.devices[0])
     moments = []
     for index, work in enumerate(works, 1):
@@ -208,9 +211,8 @@ def compile_work(work: Work, hbm: int) -> Moment:
         return Moment(work.name, compile_program(work.name, work.lower()), work.beside, work.remedy)
     except HbmExceeded as exceeded:
         # A message without a number leaves the arithmetic, and that it is more than a chip has.
-        peak = exceeded.needed or max(hbm, work.arguments)
-        memory = ProgramMemory(work.arguments, peak - work.arguments, peak)
-        return Moment(work.name, memory, work.beside, work.remedy, refused=True)
+        peak = exceeded.needed or max(hbm + 1, work.arguments)
+        return Moment(work.name, ProgramMemory(work.arguments, peak - work.arguments, peak), work.beside, work.remedy)
 
 
 def show(plan: Plan, foundation: Foundation, display: Display) -> None:
@@ -223,10 +225,15 @@ def show(plan: Plan, foundation: Foundation, display: Display) -> None:
         "parameters": "parameters, float32",
         "optimizer": "optimizer, two moments, float32",
         "published": f"published parameters, {config.snapshots.publish_dtype.value}, {LIVE_VERSIONS} versions",
+        "gathered": "published parameters, whole in each process",
         "weights": f"sampler's weights, {config.model.compute_dtype.value}",
         "cache": f"KV cache, {config.sampler.slots} slots of {config.model.max_length:,} tokens",
     }
-    rows = [(label, *(unit(sizes[key]) if key in sizes else "" for _, sizes in chips)) for key, label in labels.items()]
+    rows = [
+        (label, *(unit(sizes[key]) if key in sizes else "" for _, sizes in chips))
+        for key, label in labels.items()
+        if any(key in sizes for _, sizes in chips)
+    ]
     rows.append(("together", *(unit(sum(sizes.values())) for _, sizes in chips)))
     display.table(f"a chip at all times, {unit.name}", [("", *(name for name, _ in chips)), *rows])
     rows = [("", "arguments", "temporary", "peak", "beside", "sum")]
@@ -272,8 +279,8 @@ def figures(plan: Plan, foundation: Foundation) -> dict:
         "chip": foundation.devices[0].device_kind,
         "chips": len(foundation.devices),
         "learner_chips": foundation.mesh.size,
-        "sampler_chips": foundation.sampler_mesh.size,
-        "processes": len({device.process_index for device in foundation.devices}),
+        "sampler_chips": foundation.sampler_mesh.size,  # of each process
+        "processes": len(by_process(foundation.devices)),
         "num_parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(foundation.model.shapes)),
         **{f"{name}_bytes": size for name, size in (plan.learner | plan.sampler).items()},
         **{f"ring_{tier}_bytes": size for tier, size in dataclasses.asdict(plan.ring).items()},

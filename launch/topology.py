@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import fcntl
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 
 from launch.config import ConfigError
@@ -74,6 +76,28 @@ def devices_of(topology: str) -> list[jax.Device]:
         raise ConfigError(
             f"--topology is {topology!r}, wanted a kind of TPU and its shape, such as v5e:8x8, v5p:2x2x1 or v6e:4x4 ({error})"
         ) from error
+
+
+def by_itself(mesh: jax.sharding.Mesh, topology: str) -> jax.sharding.Mesh:
+    """A mesh of some of a topology's chips, on a topology of just these: libtpu compiles for whole ones (and for single chips).
+
+    Chips that lie apart move together, so what runs there takes the same memory, but other ways between them.
+
+    Raises:
+      ConfigError: they form no rectangle, or there is no such topology.
+    """
+    kind, _, shape = topology.partition(":")
+    coordinates = np.array([device.coords for device in mesh.devices.flat])
+    ranks = np.stack([np.unique(axis, return_inverse=True)[1] for axis in coordinates.T], axis=1)
+    sizes = ranks.max(axis=0) + 1
+    if mesh.size == 1 or sizes.prod() == math.prod(int(size) for size in shape.split("x")):
+        return mesh
+    if sizes.prod() != mesh.size:
+        raise ConfigError(f"{mesh.size} chips of {topology} are no rectangle of it; change the mesh's size, or --sampler-devices")
+    own_shape = "x".join(str(size) for size in sizes[: shape.count("x") + 1])
+    at = {tuple(device.coords): device for device in devices_of(f"{kind}:{own_shape}")}
+    moved = np.array([at[tuple(rank)] for rank in ranks.tolist()]).reshape(mesh.devices.shape)
+    return jax.sharding.Mesh(moved, mesh.axis_names)
 
 
 def hbm_bytes(device: jax.Device) -> int:

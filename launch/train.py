@@ -168,7 +168,7 @@ class Run:
             return Repeat(loop, self._order)
         if self._config.loop.schedule is Schedule.LOCKSTEP:
             return loop
-        if self._foundation.sampler_mesh is self._foundation.mesh:
+        if self._foundation.shares_devices:
             self._display.phase("note: sampler and learner share their devices, so they take turns; see --sampler-devices")
         return Threads(loop, Interleaving(run_directory.own_part(self._run_dir) / INTERLEAVING))
 
@@ -219,7 +219,7 @@ class Run:
         success = {}
         for name, greedy in (("greedy", True), ("sampled", False)):
             sampler = self._make_sampler()
-            sampler.publish(loop.version, loop.own_live)
+            sampler.publish(loop.version, loop.own_live())
             success[name] = evaluate(
                 sampler,
                 config.environment_factory(Split.HELD_OUT),

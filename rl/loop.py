@@ -76,10 +76,19 @@ class Loop:
       options: the schedule.
       lengths: length buckets of the training batch.
       seed: of the instances.
+      serving_shardings: see `processes.own_copy`.
     """
 
-    def __init__(self, rooms: Rooms, options: LoopOptions, *, lengths: tuple[int, ...], seed: int):
-        self._rooms, self._options, self._seed = rooms, options, seed
+    def __init__(
+        self,
+        rooms: Rooms,
+        options: LoopOptions,
+        *,
+        lengths: tuple[int, ...],
+        seed: int,
+        serving_shardings: Params | None = None,
+    ):
+        self._rooms, self._options, self._seed, self._serving_shardings = rooms, options, seed, serving_shardings
         self._num_groups = processes.share(options.groups_per_step, "--groups-per-step")
         self.step = 0
         self.version = 0  # of the learner; the sampler's follows
@@ -89,21 +98,24 @@ class Loop:
         self._failures = dict.fromkeys(Fault, 0)  # of environments
         self._last_failure: str | None = None
         self._wants_room = False  # the ring was full, and the policy is to drop the stalest groups
-        self._has_news = False  # the ring's newest version is not yet the sampler's
         self._training = Training(rooms, options.advantages, num_rows=self._num_groups * options.group_size, lengths=lengths)
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._recorded = time.perf_counter()  # the last row of metrics
         self.live: Params | None = None  # published parameters of the present version, on the learner's devices
-        self.own_live: Params | None = None  # the same, where a sampler of this process can get at them
+        self._news: Params | None = None  # the same, where the sampler can get at them, until it has taken them up
         self._sampling: Params | None = None  # `live` of the sampler's version
 
     def start(self, params: Params) -> None:
         """Gives the learner its weights and publishes them as version 0: the first token is sampled by what will be trained."""
         self._rooms.learner.start(params)
         self.live = self._rooms.learner.published()
-        self.own_live = processes.own_copy(self.live)
+        self._news = self.own_live()
         self._rooms.ring.put(0, self.live)
         self._serve()
+
+    def own_live(self) -> Params:
+        """The present version where a sampler of this process can get at it. Collective."""
+        return processes.own_copy(self.live, self._serving_shardings)
 
     @property
     def probe(self) -> ExactnessProbe:
@@ -151,7 +163,7 @@ class Loop:
         if self._wants_room:
             self._drop_stalest()
             self._wants_room = False
-        if self._has_news:
+        if self._news is not None:
             self._supersede()
             self._serve()
         for _ in range(self._rooms.admission.credit(self.step)):
@@ -190,8 +202,8 @@ class Loop:
         rooms = self._rooms
         before = rooms.sampler.version
         rooms.ring.pin([self.version])
-        rooms.sampler.publish(self.version, self.own_live)
-        self._sampling, self._has_news = self.live, False
+        rooms.sampler.publish(self.version, self._news)
+        self._sampling, self._news = self.live, None
         if before >= 0:
             rooms.ring.release([before])
 
@@ -265,12 +277,12 @@ class Loop:
     def _snapshot(self) -> tuple[Params, Params]:
         live = self._rooms.learner.published()
         self._rooms.ring.put(self.version + 1, live)
-        return live, processes.own_copy(live)
+        return live, processes.own_copy(live, self._serving_shardings)
 
     def offer(self, snapshot: tuple[Params, Params]) -> None:
         """Makes what was put into the ring the present version; the sampler takes it up when its next round begins."""
         self.version += 1
-        (self.live, self.own_live), self._has_news = snapshot, True
+        self.live, self._news = snapshot
 
     def record(self, facts: dict) -> dict:
         """Writes the step's row of metrics, and returns it. What each process knows of its own share is combined."""
@@ -339,7 +351,7 @@ class Loop:
         goes on from it.
         """
         rooms = self._rooms
-        if self._has_news:
+        if self._news is not None:
             self._supersede()
             self._serve()
         self._training.settle_probe()
@@ -369,15 +381,14 @@ class Loop:
         self._failures = {fault: state["failures"][fault.value] for fault in Fault}
         self._last_failure = state["last_failure"]
         self._wants_room = state["wants_room"]
-        self._has_news = False
+        self._news = None
         rooms.learner.restore(shared["learner"])
         rooms.ring.restore({**state["ring"], "params": shared["snapshots"]}, rooms.learner.published_shapes)
         processes.first_does(lambda: rooms.store.discard_after(self.version) or "")
         for name, room in self._stateful().items():
             room.restore(state[name])
         self.live = self._sampling = rooms.ring.get(self.version)
-        self.own_live = processes.own_copy(self.live)
-        rooms.sampler.restore(state["sampler"], self.own_live)
+        rooms.sampler.restore(state["sampler"], self.own_live())
         rooms.rollouts.restore(state["rollouts"])
 
     def _stateful(self) -> dict:

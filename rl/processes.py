@@ -12,8 +12,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from models.sharding import replicated
-
 
 def num_processes() -> int:
     return jax.process_count()
@@ -115,10 +113,20 @@ def whole(array: jax.Array) -> np.ndarray:
         return np.array(multihost_utils.process_allgather(array, tiled=True))
 
 
-def own_copy(params):
-    """Parameters on devices of this process alone: gathered on their own mesh, for no copy crosses processes."""
-    leaves = jax.tree.leaves(params)
-    if all(leaf.is_fully_addressable for leaf in leaves):
+def own_copy(params, shardings):
+    """Parameters on devices of this process alone. Collective.
+
+    Args:
+      params: on the learner's mesh.
+      shardings: on a mesh [processes, ...] of the same devices, so that each process has all of them: no copy crosses processes,
+        but programs do. None with one process, which has them already.
+    """
+    if shardings is None:
         return params
-    gathered = jax.jit(lambda tree: tree, out_shardings=replicated(leaves[0].sharding.mesh))(params)
-    return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, gathered)
+
+    def own_part(array, sharding):
+        own = jax.sharding.Mesh(sharding.mesh.devices[index()], sharding.mesh.axis_names[1:])
+        shards = [shard.data for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, jax.sharding.NamedSharding(own, sharding.spec), shards)
+
+    return jax.tree.map(own_part, jax.device_put(params, shardings), shardings)

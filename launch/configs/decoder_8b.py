@@ -3,13 +3,14 @@
     python -m launch.plan decoder_8b --topology v5e:8x8     fits: at most 14.48 of 15.75 GiB a chip, when a new policy arrives
     python -m launch.plan decoder_8b --topology v5e:4x4     does not: the learner step alone asks for 19.51 GiB
 
-Hardware to plan: two CPU cores and 2 GB of memory, for some six minutes of processor time (three to four minutes of two idle
-cores), more than half of them for the learner step. Hardware planned for: 64 chips of 16 GB, shared by learner and sampler.
+Hardware to plan: two CPU cores and 2 GB of memory, for five minutes of processor time (three of two idle cores), half of it for
+the learner step. Hardware planned for: 64 chips of 16 GB; the learner spans them, and each process of four samples on its own.
 
 Expect 1.43 GiB of parameters and optimizer a chip (12 bytes a parameter, over 64 chips). The learner step takes 4.86 GiB at 64
 rows of 4,096 tokens in 4 microbatches, and 11.5 GiB without microbatches: the layers' inputs that rematerialisation keeps
 (1.1 GiB for each row of a chip), attention logits in float32 (0.5 GiB, twice), the gradient of the head before it is divided
-(0.6 GiB). The sampler's weights are divided by the tensor axis alone (3.8 GiB), and three times there while a new policy arrives.
+(0.6 GiB). The sampler's weights are divided over the four chips of a process (3.8 GiB), and three times there while a new policy
+arrives.
 Weights are random and the arithmetic environment is a placeholder: only shapes matter here.
 """
 
@@ -42,8 +43,8 @@ def config() -> Config:
         warm_start=WarmStartOptions(updates=0),
         optimizer=OptimizerOptions(learning_rate=1e-6),
         step=StepOptions(microbatches=4, remat=True),
-        loop=LoopOptions(groups_per_step=8, group_size=8, max_staleness=4),
-        sampler=SamplerOptions(slots=64, decode_steps_per_call=16, refill_rows=4),
+        loop=LoopOptions(groups_per_step=16, group_size=4, max_staleness=4),
+        sampler=SamplerOptions(slots=4, sampler_tensor=4, decode_steps_per_call=16, refill_rows=4),
         snapshots=SnapshotOptions(ring_capacity=8, persist_every=16, publish_dtype=Precision.BFLOAT16),
         steps=64,
     )

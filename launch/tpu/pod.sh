@@ -34,13 +34,13 @@ options, the same for every command, and the environment variables that stand in
   --dry-run           print every command that would be run, ready to paste, and run none
   --help              this text
 
-A whole session, on 64 chips:
+A whole session, on 16 chips:
 
   gcloud auth login && ssh-add ~/.ssh/google_compute_engine    # gcloud wants the key in the agent to reach several workers
   gcloud storage buckets create gs://my-runs --project=my-project --location=us-west4 \
     --uniform-bucket-level-access --enable-hierarchical-namespace    # so that the rename that ends a checkpoint is atomic
   export EXACTOR_PROJECT=my-project EXACTOR_ZONE=us-west4-a EXACTOR_BUCKET=my-runs
-  launch/tpu/pod.sh all --topology v5e:8x8 --spot -- quickstart --fsdp 64 --seed 1
+  launch/tpu/pod.sh all --topology v5e:4x4 --spot -- quickstart --fsdp 16 --seed 1
   launch/tpu/pod.sh follow
   launch/tpu/pod.sh delete
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -16,12 +17,13 @@ from launch import plan
 from launch.build import Foundation
 from launch.config import MeshOptions
 from launch.display import Display
-from launch.plan import Moment, Plan, Work, compile_work, figures, make_plan, show, verdict
+from launch.plan import LIVE_VERSIONS, Moment, Plan, Work, compile_work, figures, make_plan, show, verdict
 from launch.topology import HbmExceeded, ProgramMemory
 from rl.budget import RingBytes
 from tests.tiny import tiny_config
 
 GIB = 2**30
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
@@ -30,9 +32,9 @@ def planned(moments: list[Moment]) -> Plan:
     return Plan(16 * GIB, chip, chip, moments, RingBytes(device=GIB, host=9 * GIB, disk=5 * GIB), num_persisted=5)
 
 
-def moment(name: str, peak: float, beside: float, **changes) -> Moment:
+def moment(name: str, peak: float, beside: float) -> Moment:
     memory = ProgramMemory(arguments=GIB, temporary=int(peak * GIB) - GIB, peak=int(peak * GIB))
-    return Moment(name, memory, int(beside * GIB), "change --something", **changes)
+    return Moment(name, memory, int(beside * GIB), "change --something")
 
 
 def test_a_plan_fits_when_every_sum_does():
@@ -42,7 +44,7 @@ def test_a_plan_fits_when_every_sum_does():
 
 
 def test_a_plan_that_does_not_fit_says_where_and_by_how_much():
-    over = planned([moment("learner step", 10, 6.25), moment("score", 2, 8), moment("refill", 17, 2, refused=True)])
+    over = planned([moment("learner step", 10, 6.25), moment("score", 2, 8), moment("refill", 17, 2)])
     assert verdict(over).splitlines() == [
         "does not fit into a chip's 16.00 GiB",
         "  learner step: 0.25 GiB too much; change --something",
@@ -58,16 +60,17 @@ class Lowered:
         raise HbmExceeded(self._message)
 
 
-@pytest.mark.parametrize(("message", "arguments", "peak"), [
-    ("(20.00G) exceeds available HBM (15.75G)", 3, 20),
-    ("no number", 3, 16),  # more than the chip has
-    ("no number", 40, 40),  # by arithmetic
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "arguments", "peak"),
+    [
+        ("(20.00G) exceeds available HBM (15.75G)", 3 * GIB, 20 * GIB),
+        ("no number", 3 * GIB, 16 * GIB + 1),  # more than the chip has
+        ("no number", 40 * GIB, 40 * GIB),  # by arithmetic
+    ],
+)
 def test_a_refused_program_takes_what_the_compiler_says_or_else_what_arithmetic_does(message, arguments, peak):
-    work = Work("learner step", lambda: Lowered(message), arguments=arguments * GIB, beside=GIB, remedy="")
-    found = compile_work(work, hbm=16 * GIB)
-    assert found.refused and found.total == (peak + 1) * GIB
-    assert found.memory.arguments + found.memory.temporary == found.memory.peak
+    found = compile_work(Work("learner step", lambda: Lowered(message), arguments, beside=0, remedy=""), hbm=16 * GIB)
+    assert found.total == found.memory.peak == found.memory.arguments + found.memory.temporary == peak
     assert planned([found]).too_large == [found]
 
 
@@ -80,7 +83,8 @@ def tiny_plan(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "hbm_bytes", lambda device: 2**24)
         patch.setattr(plan, "compile_program", lambda name, lowered: ProgramMemory(2**20, 2**21, 3 * 2**20))
-        return foundation, make_plan(foundation, Display(0, Console(file=io.StringIO())))
+        patch.setattr(plan, "by_itself", lambda mesh, topology: mesh)
+        return foundation, make_plan(foundation, "cpu:8", Display(0, Console(file=io.StringIO())))
 
 
 def test_beside_a_program_lies_what_it_does_not_hold_itself(tiny_plan):
@@ -181,6 +185,26 @@ def test_what_no_tpu_can_run_is_refused(options, words):
     done = run("quickstart", *options)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and all(word in done.stderr for word in words), done.stderr
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["README.md", "launch/tpu/pod.sh"])
+def test_the_pod_command_that_we_print_fits_its_pod(place):
+    (found,) = re.findall(r"pod.sh all --topology (\S+) --spot -- (.*?)(?: +#.*)?\n", (ROOT / place).read_text())
+    done = run(*found[1].split(), "--topology", found[0])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_sampler_of_its_own_is_planned_on_a_topology_of_its_chips(tmp_path):
+    path = tmp_path / "plan.json"
+    done = run("quickstart", "--topology", "v5e:4x4", "--fsdp", "8", "--sampler-devices", "2", "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert (found["learner_chips"], found["sampler_chips"], found["processes"]) == (8, 2, 4)
+    assert found["gathered_bytes"] == pytest.approx(found["published_bytes"] / LIVE_VERSIONS * 8 / 2, rel=0.05)
 
 
 @needs_libtpu

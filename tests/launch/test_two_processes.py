@@ -26,11 +26,12 @@ from tests.tiny import TINY_OPTIONS, rows_of
 pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+# Of each process two devices for the learner's mesh, two for the sampler.
 OPTIONS = [*TINY_OPTIONS, "--minibatches", "1", "--fsdp", "4", "--sampler-devices", "2", "--persist-every", "1"]
 
 
 def start(run_dir: pathlib.Path, *options: str) -> list[subprocess.Popen]:
-    """Both processes of a run, with four devices each: two for the learner's mesh, two for the sampler."""
+    """Both processes of a run, with four devices each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -98,6 +99,17 @@ def test_their_counters_and_shared_figures_agree(straight):
     for ours, theirs in zip(first, second, strict=True):
         assert {name: ours[name] for name in ours.keys() - own} == {name: theirs[name] for name in theirs.keys() - own}
         assert ours["exactness_error_max"] in (0.0, None) and theirs["exactness_error_max"] in (0.0, None)
+
+
+def test_samplers_on_the_learner_s_devices_divide_the_weights_their_own_way(tmp_path, capsys):
+    options = [*TINY_OPTIONS, "--minibatches", "1", "--fsdp", "8", "--sampler-tensor", "2", "--steps", "3"]
+    processes = start(tmp_path / "run", "quickstart", *options)
+    printed = outputs(processes)
+    assert [process.returncode for process in processes] == [0, 0], printed
+    for part in run_directory.parts(tmp_path / "run"):
+        assert [row["exactness_error_max"] for row in rows_of(part)][-1] == 0.0
+    assert audit.main([str(tmp_path / "run"), "--replay", "10"]) == 0
+    assert "10 of 10 segments scored again" in capsys.readouterr().out
 
 
 def test_both_ledgers_pass_the_audit_of_one_process(straight, capsys):

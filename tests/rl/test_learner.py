@@ -128,7 +128,10 @@ def test_the_program_known_beforehand_is_the_one_that_runs(monkeypatch):
     def call(*arguments):
         raise Called(update.lower(*arguments).as_text())
 
-    learner = make_learner(make_mesh(2, 2, 2))
+    def anchor(logprobs, sampler_logprobs, policy_versions, learner_version):  # all that a program may take
+        return jnp.where(policy_versions < learner_version, logprobs, sampler_logprobs)
+
+    learner = make_learner(make_mesh(2, 2, 2), anchor=anchor)
     expected, update = learner.lower_update(ROWS // STEP.minibatches, LENGTH).as_text(), learner._update
     monkeypatch.setattr(learner, "_update", call)
     with pytest.raises(Called) as called:

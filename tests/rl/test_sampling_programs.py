@@ -61,6 +61,14 @@ def test_weights_and_caches_are_known_beforehand(engine, policy):
             assert (shape.shape, shape.dtype, shape.sharding) == (array.shape, array.dtype, array.sharding)
 
 
+def test_a_layer_is_divided_as_the_stack_was(engine):
+    programs = engine._programs
+    stack = jax.tree.map(lambda shape, sharding: sharding.shard_shape(shape.shape), MODEL.shapes, programs.parameter_shardings)
+    for layer in programs.weights["blocks"]:
+        divided = jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), layer)
+        assert divided == jax.tree.map(lambda shape: shape[1:], stack["blocks"], is_leaf=lambda node: isinstance(node, tuple))
+
+
 def test_what_does_not_divide_is_refused():
     with pytest.raises(ShardingError, match="sampler slots: 6 rows do not divide"):
         SamplingPrograms(MODEL, mesh_of(2, 2, 2), **{**OPTIONS, "slots": 6})

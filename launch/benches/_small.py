@@ -33,12 +33,12 @@ def small_config() -> Config:
         loss=LossOptions(entropy_coefficient=0.01),
         step=StepOptions(minibatches=1),
         loop=LoopOptions(
-            groups_per_step=groups_per_step, group_size=group_size, max_staleness=BATCHES_UNDER_WAY - 1, decode_steps=1
+            groups_per_step=groups_per_step, group_size=group_size, max_staleness=2 * BATCHES_UNDER_WAY, decode_steps=1
         ),
         sampler=SamplerOptions(
             slots=BATCHES_UNDER_WAY * groups_per_step * group_size, decode_steps_per_call=1, refill_rows=8
         ),
         snapshots=SnapshotOptions(
-            ring_capacity=8, persist_every=64, score_rows=4, publish_dtype=Precision.FLOAT32, exactness_every=0
+            ring_capacity=16, persist_every=64, score_rows=4, publish_dtype=Precision.FLOAT32, exactness_every=0
         ),
     )

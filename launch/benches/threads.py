@@ -1,13 +1,14 @@
 """Threads: does a run with --schedule threads train as fast as its slower side alone?
 
-A batch's generation and a learner step sleep for stated times, beside programs that take milliseconds. The ideal is one learner
-step every max(generation, training) seconds.
+A batch's generation and a learner step take stated times: they sleep for what their programs, of milliseconds, leave of them. The
+ideal is one learner step every max(generation, training) seconds.
 """
 
 import dataclasses
 import pathlib
 import tempfile
 import time
+from collections.abc import Callable
 
 from launch.benches._small import small_config
 from launch.build import Foundation, build_loop
@@ -21,7 +22,7 @@ WARM_STEPS = 14  # compiled, and the queue as full as it will be
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How long the stages sleep, and for how long that is measured."""
+    """How long the stages take, and for how many steps that is measured."""
 
     seconds: float = 0.4  # of the slower stage, for a batch
     steps: int = 30  # learner steps measured
@@ -49,20 +50,23 @@ def _seconds_per_step(run_dir: pathlib.Path, generation: float, training: float,
     loop.start(foundation.initial_params())
     threads = Threads(loop, Interleaving(run_dir / "interleaving.txt"))
     threads.run(WARM_STEPS // 2)
-    roll, learn = loop.roll, loop.learn
-
-    def slow_roll(decode_steps):
-        time.sleep(generation)  # a round decodes a token of each of five batches, and a game has five: a round is worth a batch
-        return roll(decode_steps)
-
-    def slow_learn(groups):
-        time.sleep(training)
-        return learn(groups)
-
-    loop.roll, loop.learn = slow_roll, slow_learn
+    # A round decodes a token of each of five batches, and a game has five: a round is worth a batch.
+    loop.roll, loop.learn = _lasting(generation, loop.roll), _lasting(training, loop.learn)
     threads.run(WARM_STEPS)
     started = time.perf_counter()
     threads.run(WARM_STEPS + num_steps)
     seconds = time.perf_counter() - started
     loop.finish()
     return seconds / num_steps
+
+
+def _lasting(seconds: float, function: Callable) -> Callable:
+    """The function, but it sleeps until it has taken so long."""
+
+    def lasting(*arguments):
+        until = time.perf_counter() + seconds
+        result = function(*arguments)
+        time.sleep(max(0.0, until - time.perf_counter()))
+        return result
+
+    return lasting

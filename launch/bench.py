@@ -1,7 +1,5 @@
 """Benchmarks: what things cost here.
 
-    python -m launch.bench NAME [--json FILE] [--option value ...]
-
 Timings on a machine with other work are noisy, so what is compared runs side by side, in one call. NAME is a module of
 `launch/benches/`. The figures come as tables, and with --json as one flat JSON object.
 """
@@ -17,6 +15,8 @@ import tyro
 
 import launch.benches
 from launch.display import Display
+
+USAGE = "usage: python -m launch.bench NAME [--json FILE] [--option value ...]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name not in names():
         if name in ("-h", "--help"):
-            print(f"{__doc__}\nNAME is one of: {', '.join(names())}")
+            print(f"{USAGE}\n\n{__doc__}\nNAME is one of: {', '.join(names())}")
             return 0
         print(f"error: there is no benchmark {name!r} in launch/benches/; wanted one of: {', '.join(names())}", file=sys.stderr)
         return 2

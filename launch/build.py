@@ -9,7 +9,7 @@ import jax
 
 from launch import run_directory
 from launch.config import Config, ConfigError
-from launch.mesh import by_process, make_mesh, make_sampler_mesh, make_serving_mesh
+from launch.mesh import by_process, make_mesh, make_sampler_mesh, make_scorer_mesh, make_serving_mesh
 from models.config import ModelConfig
 from models.sharding import DECODE_RULES, RULES, check_rows, num_batch_shards, parameter_shardings
 from models.tokenizer import ByteTokenizer
@@ -52,7 +52,8 @@ class Foundation:
         devices = tuple(jax.devices() if devices is None else devices)
         model_config: ModelConfig = config.model
         lengths = length_buckets(model_config.max_length, config.length_buckets)
-        mesh = make_mesh(config.mesh, devices, reserved=config.sampler.sampler_devices)
+        reserved = config.sampler.sampler_devices + config.snapshots.scorer_devices
+        mesh = make_mesh(config.mesh, devices, reserved=reserved)
         return cls(config, Model(model_config), devices, mesh, lengths)
 
     def check(self) -> None:
@@ -73,6 +74,12 @@ class Foundation:
         check_rows("sampler --slots", config.sampler.slots, self.sampler_mesh)
         parameter_shardings(self.model.axes, self.model.shapes, self.sampler_mesh, DECODE_RULES)
         _ = self.serving_shardings
+        if config.snapshots.scorer_devices:
+            if num_processes > 1:
+                raise ConfigError(
+                    f"--old-logprobs dedicated runs in one process, here are {num_processes}; take --old-logprobs snapshot"
+                )
+            parameter_shardings(self.model.axes, self.model.shapes, self.scorer_mesh)
         if config.warm_start.updates:
             check_warm_rows(config.warm_start, self.mesh)
         if num_processes > 1 and options.schedule is Schedule.THREADS and config.snapshots.exactness_every:
@@ -85,6 +92,12 @@ class Foundation:
     def sampler_mesh(self) -> jax.sharding.Mesh:
         """Of this process."""
         return make_sampler_mesh(self.config.sampler, self.devices, self.mesh, processes.index())
+
+    @property
+    def scorer_mesh(self) -> jax.sharding.Mesh:
+        """Of the old logprobs: the learner's, unless a dedicated scorer has devices of its own."""
+        num_scorer, num_sampler = self.config.snapshots.scorer_devices, self.config.sampler.sampler_devices
+        return make_scorer_mesh(num_scorer, num_sampler, self.devices, self.mesh) if num_scorer else self.mesh
 
     @property
     def shares_devices(self) -> bool:
@@ -113,12 +126,25 @@ class Foundation:
         Raises:
           ShardingError: the bucket's rows do not divide over this mesh.
         """
-        lengths, rows_per_device = self.lengths, self.config.snapshots.score_rows
+        mesh, lengths, rows_per_device = self.scorer_mesh, self.lengths, self.config.snapshots.score_rows
         if bucket is not None:
-            check_rows("the recorded bucket", bucket.rows, self.mesh)
-            lengths, rows_per_device = (bucket.length,), bucket.rows // num_batch_shards(self.mesh)
+            check_rows("the recorded bucket", bucket.rows, mesh)
+            lengths, rows_per_device = (bucket.length,), bucket.rows // num_batch_shards(mesh)
         return Scorer(
-            self.model, self.mesh, rows_per_device=rows_per_device, lengths=lengths, temperature=self.config.sampler.temperature
+            self.model, mesh, rows_per_device=rows_per_device, lengths=lengths, temperature=self.config.sampler.temperature
+        )
+
+    def source(self, ring: SnapshotRing, scorer: Scorer) -> OldLogprobSource:
+        """Where the run's anchors come from."""
+        config = self.config
+        return make_source(
+            config.snapshots.old_logprobs,
+            ring=ring,
+            scorer=scorer,
+            interpolation=config.snapshots.interpolation,
+            ewma=config.ewma,
+            max_staleness=config.loop.max_staleness,
+            precision=config.snapshots.publish_dtype,
         )
 
     def learner(self, source: OldLogprobSource) -> Learner:
@@ -178,7 +204,7 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
     store = SnapshotStore(run_dir / "snapshots")
     own = run_directory.own_part(run_dir)
     ring = SnapshotRing(config.snapshots.ring_capacity, store=store, persist_every=config.snapshots.persist_every)
-    source = make_source(config.snapshots.old_logprobs, ring=ring, scorer=scorer)
+    source = foundation.source(ring, scorer)
     learner = foundation.learner(source)
     rollouts = Rollouts(
         sampler, config.environment_factory(Split.TRAIN), max_length=config.model.max_length, options=config.runner

@@ -29,7 +29,7 @@ from rl.environments import (
 )
 from rl.learner import LossOptions, OptimizerOptions, StepOptions
 from rl.loop import LoopOptions, Schedule
-from rl.old_logprobs import SourceName
+from rl.old_logprobs import EwmaOptions, Interpolation, SourceName
 from rl.sampler import Swap
 from rl.snapshots import check_capacity
 from rl.warmstart import WarmStartOptions
@@ -63,6 +63,8 @@ class SnapshotOptions:
     """The ring of parameter snapshots and how they are scored."""
 
     old_logprobs: SourceName = SourceName.SNAPSHOT  # where the proximal logprobs come from
+    scorer_devices: int = 0  # for --old-logprobs dedicated: devices of its own, after those of learner and sampler
+    interpolation: Interpolation = Interpolation.A3PO  # for --old-logprobs interpolate
     ring_capacity: int = 8  # versions; at least max_staleness + 1
     persist_every: int = 4  # every so many versions one is written to disk, for the audit
     score_rows: int = 1  # rows a device in one scored call; part of the bucket
@@ -89,6 +91,7 @@ class Config:
     loop: tyro.conf.OmitArgPrefixes[LoopOptions] = LoopOptions()
     sampler: tyro.conf.OmitArgPrefixes[SamplerOptions] = SamplerOptions()
     snapshots: tyro.conf.OmitArgPrefixes[SnapshotOptions] = SnapshotOptions()
+    ewma: EwmaOptions = EwmaOptions()  # for --old-logprobs ewma
     length_buckets: int = 1  # padded lengths between 0 and the context's; each costs its compilations
     evaluation_episodes: int = 256  # held-out instances
     seed: int = 0
@@ -216,11 +219,34 @@ def check(config: Config) -> None:
         "--sampler-devices": (config.sampler.sampler_devices, 0),
         "--sampler-tensor": (config.sampler.sampler_tensor, 1),
         "--persist-every": (config.snapshots.persist_every, 1),
+        "--scorer-devices": (config.snapshots.scorer_devices, 0),
+        "--ring-capacity": (config.snapshots.ring_capacity, 1),
         "--exactness-every": (config.snapshots.exactness_every, 0),
         "--checkpoint-every": (config.checkpoint_every, 0),
     }.items():
         if value < minimum:
             raise ConfigError(f"{option} is {value}, wanted at least {minimum}")
-    if config.loop.schedule is Schedule.THREADS and config.snapshots.ring_capacity < 2:
-        raise ConfigError("--ring-capacity is 1, wanted 2 or more with --schedule threads: one version serves while one is put")
-    check_capacity(config.snapshots.ring_capacity, config.loop.max_staleness)
+    _check_source(config)
+
+
+def _check_source(config: Config) -> None:
+    """What the old-logprob source needs."""
+    config.ewma.check()
+    snapshots = config.snapshots
+    is_dedicated = snapshots.old_logprobs is SourceName.DEDICATED
+    if is_dedicated and not snapshots.scorer_devices:
+        raise ConfigError(
+            "--old-logprobs dedicated wants devices of its own: set --scorer-devices, as many as the learner's mesh has for "
+            "the same bits; or take --old-logprobs snapshot, which scores on the learner's"
+        )
+    if snapshots.scorer_devices and not is_dedicated:
+        raise ConfigError(
+            f"--scorer-devices {snapshots.scorer_devices} would idle with --old-logprobs {snapshots.old_logprobs.value}; "
+            "leave it out, or set --old-logprobs dedicated"
+        )
+    if is_dedicated or snapshots.old_logprobs is SourceName.SNAPSHOT:  # they want versions that are no longer live
+        if config.loop.schedule is Schedule.THREADS and snapshots.ring_capacity < 2:
+            raise ConfigError(
+                "--ring-capacity is 1, wanted 2 or more with --schedule threads: one version serves while one is put"
+            )
+        check_capacity(snapshots.ring_capacity, config.loop.max_staleness)

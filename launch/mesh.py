@@ -36,7 +36,7 @@ def make_mesh(options: MeshOptions, devices: Sequence[jax.Device], *, reserved: 
     sizes = [options.data, options.fsdp, options.tensor]
     num_devices = len(devices) - reserved
     asked = f"mesh --data {options.data} --fsdp {options.fsdp} --tensor {options.tensor}"
-    there = f"{num_devices}" + (f" beside --sampler-devices {reserved}" if reserved else "")
+    there = f"{num_devices}" + (f" beside the {reserved} of --sampler-devices and --scorer-devices" if reserved else "")
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ConfigError(f"{asked}: wanted positive sizes, and -1 (all that is left) at most once")
     if -1 in sizes:
@@ -79,6 +79,26 @@ def make_sampler_mesh(
             f"XLA_FLAGS=--xla_force_host_platform_device_count={num_shared + options.sampler_devices}"
         )
     return _arrange((1, num_rows, options.sampler_tensor), own)
+
+
+def make_scorer_mesh(
+    num_scorer: int, num_sampler: int, devices: Sequence[jax.Device], mesh: jax.sharding.Mesh
+) -> jax.sharding.Mesh:
+    """The mesh of a dedicated scorer: of the devices after the learner's and the sampler's.
+
+    With as many devices as the learner it has the learner's shape, and so scores to the same bits.
+
+    Raises:
+      ConfigError: there are not so many devices.
+    """
+    first = mesh.size + num_sampler
+    own = list(devices)[first : first + num_scorer]
+    if len(own) < num_scorer:
+        raise ConfigError(
+            f"--scorer-devices {num_scorer}, but learner and sampler leave {len(own)}; on a CPU set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={first + num_scorer}"
+        )
+    return _arrange(mesh.devices.shape if num_scorer == mesh.size else (1, num_scorer, 1), own)
 
 
 def make_serving_mesh(

@@ -39,7 +39,6 @@ from launch.topology import HbmExceeded, ProgramMemory, by_itself, compile_progr
 from models.sharding import placed
 from rl.budget import RingBytes, device_bytes, num_persisted, ring_bytes
 from rl.learner import Learner
-from rl.old_logprobs import make_source
 from rl.sampling_programs import SamplingPrograms
 from rl.scorer import Scorer
 from rl.snapshots import SnapshotRing
@@ -133,7 +132,7 @@ def make_plan(foundation: Foundation, topology: str, display: Display) -> Plan:
     programs = foundation.sampling_programs(by_itself(foundation.sampler_mesh, topology))
     learning = dataclasses.replace(foundation, mesh=by_itself(foundation.mesh, topology))
     scorer, ring = learning.scorer(), SnapshotRing(config.snapshots.ring_capacity)
-    learner = learning.learner(make_source(config.snapshots.old_logprobs, ring=ring, scorer=scorer))
+    learner = learning.learner(learning.source(ring, scorer))
     state = {
         "parameters": device_bytes(learner.state_shapes.params),
         "optimizer": device_bytes(learner.state_shapes.optimizer),

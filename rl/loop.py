@@ -18,7 +18,7 @@ import dataclasses
 import enum
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -110,7 +110,7 @@ class Loop:
         self._rooms.learner.start(params)
         self.live = self._rooms.learner.published()
         self._news = self.own_live()
-        self._rooms.ring.put(0, self.live)
+        self._put(0, self.live)
         self._serve()
 
     def own_live(self) -> Params:
@@ -182,12 +182,13 @@ class Loop:
     def end_round(self, rolled: RolloutStep) -> None:
         """Pins the versions of new tokens, and hands in what has finished."""
         self._tokens_generated += rolled.num_tokens
-        self._rooms.ring.pin(rolled.new_versions)
+        self._pin(rolled.new_versions)
         for failure in rolled.failures:
             self._failures[failure.fault] += 1
             self._last_failure = str(failure)
         for trajectory in rolled.finished:
             self._rooms.admission.finish(trajectory)
+        self._rooms.source.finished(rolled.finished)
         self._release(self._rooms.admission.discarded())
 
     def _supersede(self) -> None:
@@ -201,11 +202,11 @@ class Loop:
         """Makes the newest version the sampler's. The ring keeps it as long as the sampler may write tokens with it."""
         rooms = self._rooms
         before = rooms.sampler.version
-        rooms.ring.pin([self.version])
+        self._pin([self.version])
         rooms.sampler.publish(self.version, self._news)
         self._sampling, self._news = self.live, None
         if before >= 0:
-            rooms.ring.release([before])
+            self._unpin([before])
 
     def _drop_stalest(self) -> None:
         """Drops the groups that hold pinned versions, oldest version first, until the ring has room."""
@@ -228,8 +229,17 @@ class Loop:
     def _release(self, trajectories: list[Trajectory]) -> None:
         """Lets go of the versions of trajectories that nobody will score."""
         self._training.note_forgotten(trajectories)
+        self._rooms.source.forget(trajectories)
         for trajectory in trajectories:
-            self._rooms.ring.release(trajectory.versions)
+            self._unpin(trajectory.versions)
+
+    def _pin(self, versions: Iterable[int]) -> None:
+        if self.source.needs_ring:
+            self._rooms.ring.pin(versions)
+
+    def _unpin(self, versions: Iterable[int]) -> None:
+        if self.source.needs_ring:
+            self._rooms.ring.release(versions)
 
     # --- the learner's side ---
 
@@ -255,7 +265,7 @@ class Loop:
         """Counts the step and lets go of what it trained on; returns whether a publish is due and the ring has room for it."""
         for group in groups:
             for trajectory in group:
-                self._rooms.ring.release(trajectory.versions)
+                self._unpin(trajectory.versions)
         self.step += 1
         if self.step % self._options.publish_every:
             return False
@@ -275,9 +285,19 @@ class Loop:
         return self.timed("publish", self._snapshot)
 
     def _snapshot(self) -> tuple[Params, Params]:
-        live = self._rooms.learner.published()
-        self._rooms.ring.put(self.version + 1, live)
+        rooms = self._rooms
+        if self.source.interrupts:
+            rooms.source.superseding(self.version, self.live, [*rooms.rollouts.partial(), *rooms.admission.unscored()])
+        live = rooms.learner.published()
+        self._put(self.version + 1, live)
         return live, processes.own_copy(live, self._serving_shardings)
+
+    def _put(self, version: int, live: Params) -> None:
+        """A version comes into the ring, and whoever wants to know is told."""
+        rooms = self._rooms
+        rooms.ring.put(version, live)
+        rooms.source.published(version, live, rooms.learner.train_state.params)
+        self._training.note_published(version, rooms.ring.digest(version))
 
     def offer(self, snapshot: tuple[Params, Params]) -> None:
         """Makes what was put into the ring the present version; the sampler takes it up when its next round begins."""
@@ -288,13 +308,18 @@ class Loop:
         """Writes the step's row of metrics, and returns it. What each process knows of its own share is combined."""
         rooms, elapsed = self._rooms, time.perf_counter() - self._recorded
         failures = {f"environment_{fault.value}": count for fault, count in self._failures.items()}
-        own = {**facts.pop("own"), "tokens_generated": self._tokens_generated, **failures, **rooms.admission.metrics()}
+        cost = rooms.source.take_cost()
+        for name in ("fetch", "score", "stall"):
+            self._seconds[name] = cost.seconds[name]
+        counted = {"scored_tokens": cost.scored_tokens, "padded_tokens": cost.padded_tokens}
+        own = {**facts.pop("own"), **counted, "tokens_generated": self._tokens_generated, **failures, **rooms.admission.metrics()}
         row = {
             **facts,
             **combine([json.loads(content) for content in processes.gather_bytes(json.dumps(own).encode())]),
             "environment_last_failure": self._last_failure,
             "skipped_publishes": self._skipped_publishes,
             "exactness_error_max": rooms.probe.max_error,
+            **rooms.source.metrics(),
             "ring_versions": len(rooms.ring.versions),
             "ring_bytes": rooms.ring.nbytes,
             **{f"seconds_{name}": seconds for name, seconds in self._seconds.items()},
@@ -319,7 +344,7 @@ class Loop:
         for group_id in rooms.admission.group_ids:
             self._drop(group_id, DropReason.END_OF_RUN)
         self.close()
-        rooms.ring.release([rooms.sampler.version])
+        self._unpin([rooms.sampler.version])
         rooms.ring.persist(self.version)
         rooms.store.wait()
         self._record_snapshots(rooms.ring.persisted)
@@ -329,6 +354,7 @@ class Loop:
     def close(self) -> None:
         """Leaves no process of an environment behind; `finish` does it, and so must whoever gives up before."""
         self._rooms.rollouts.close()
+        self._rooms.source.close()
 
     def timed(self, name: str, function: Callable, *arguments):
         """Calls, and counts the time it takes."""
@@ -356,7 +382,8 @@ class Loop:
             self._serve()
         self._training.settle_probe()
         ring = rooms.ring.state()
-        shared = {"learner": rooms.learner.state(), "snapshots": ring.pop("params")}
+        source = rooms.source.state()
+        shared = {"learner": rooms.learner.state(), "snapshots": ring.pop("params"), "source": source["shared"]}
         own = {
             "step": self.step,
             "version": self.version,
@@ -368,6 +395,7 @@ class Loop:
             "wants_room": self._wants_room,
             **{name: room.state() for name, room in self._stateful().items()},
             "ring": ring,
+            "source": source["own"],
             "rollouts": rooms.rollouts.state(),
             "sampler": rooms.sampler.state(),
         }
@@ -388,6 +416,7 @@ class Loop:
         for name, room in self._stateful().items():
             room.restore(state[name])
         self.live = self._sampling = rooms.ring.get(self.version)
+        rooms.source.restore({"shared": shared["source"], "own": state["source"]}, self.live)
         rooms.sampler.restore(state["sampler"], self.own_live())
         rooms.rollouts.restore(state["rollouts"])
 
@@ -395,6 +424,7 @@ class Loop:
         """The rooms that need nothing but their own state."""
         rooms = self._rooms
         return {
+            "training": self._training,
             "admission": rooms.admission,
             "probe": rooms.probe,
             "ledger": rooms.ledger,

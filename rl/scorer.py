@@ -70,7 +70,7 @@ class Scorer:
         Rows of one bucket share calls, ceil(rows / bucket rows) of them; all calls are dispatched before any result is read. With
         several processes this is collective: the one with the most rows decides about the number of calls.
         """
-        params = self._place(params)
+        params = self.place(params)
         by_length: dict[int, list[int]] = {length: [] for length in self.lengths}
         for index, row in enumerate(rows):
             by_length[bucket_length(len(row), self.lengths)].append(index)
@@ -100,7 +100,7 @@ class Scorer:
         Returns:
           JSON values: largest differences in nats, and whether replay is bitwise.
         """
-        params = self._place(params)
+        params = self.place(params)
         rng = np.random.default_rng(0)
         length = self.lengths[-1]
         rows = [rng.integers(self._vocab_size, size=length - index % 3).astype(np.int32) for index in range(self._own_rows)]
@@ -115,8 +115,8 @@ class Scorer:
                 "platform": device.platform, "device_kind": device.device_kind, "num_devices": self._row_sharding.mesh.size,
                 "rows": self.rows, "length": length}
 
-    def _place(self, params: Params) -> Params:
-        """Host arrays are sent once for all calls, and not a compilation of their own; what lies in place already stays."""
+    def place(self, params: Params) -> Params:
+        """Parameters where `score` wants them, sent once for all calls; what lies in place already stays."""
         return jax.device_put(params, self._parameter_shardings)
 
     def _compile(self):

@@ -92,6 +92,8 @@ class Threads:
         self._loop, self._interleaving = loop, interleaving
         self._changed = threading.Condition()  # held by one operation at a time; told when one has been done
         self._is_stopping = self._is_idle = False
+        self._is_rolling = False  # a round is under way
+        self._is_pausing = False  # and no other may begin
         self._failure: BaseException | None = None  # of the sampler's thread
 
     def run(self, num_steps: int, on_step: OnStep = lambda metrics: None, stop: Stop = lambda: False) -> None:
@@ -146,6 +148,8 @@ class Threads:
         """One round, or a wait until there may be something to roll; False when the run is over."""
         loop = self._loop
         with self._changed:
+            if self._is_pausing:
+                loop.timed("sampler_wait", self._changed.wait_for, lambda: self._is_stopping or not self._is_pausing)
             if self._is_stopping:
                 return False
             self._interleaving.note(Operation.BEGIN_ROUND)
@@ -154,10 +158,12 @@ class Threads:
                 self._changed.notify_all()
                 loop.timed("sampler_wait", self._changed.wait_for, lambda: self._is_stopping or not self._is_idle)
                 return True
+            self._is_rolling = True
         rolled = loop.roll(loop.max_decode_steps)
         with self._changed:
             self._interleaving.note(Operation.END_ROUND)
             loop.end_round(rolled)
+            self._is_rolling = False
             self._changed.notify_all()
         return True
 
@@ -183,12 +189,25 @@ class Threads:
             due = self._end_step(groups)
             row = None if due else self._record(facts)
         if due:
-            params = loop.snapshot()
-            with self._changed:
-                self._interleaving.note(Operation.OFFER)
-                loop.offer(params)
-                row = self._record(facts)
+            row = self._publish(facts)
         on_step(row)
+
+    def _publish(self, facts: dict) -> dict:
+        """The next version, put while the sampler goes on, unless the old-logprob source wants it to pause."""
+        loop = self._loop
+        params = None if loop.source.interrupts else loop.snapshot()
+        with self._changed:
+            if params is None:
+                self._is_pausing = True
+                loop.timed("learner_wait", self._changed.wait_for, lambda: not self._is_rolling or self._failure is not None)
+                if self._failure is not None:
+                    raise self._failure
+                params = loop.snapshot()
+                self._is_pausing = False
+            self._interleaving.note(Operation.OFFER)
+            loop.offer(params)
+            self._changed.notify_all()
+            return self._record(facts)
 
     def _may_take(self) -> bool:
         return self._loop.has_batch or self._is_idle or self._failure is not None
@@ -218,7 +237,8 @@ class Repeat:
         self._loop = loop
         self._num_steps = len(interleaving)
         self._operations = (operation for line in interleaving for operation in line)
-        self._rolled = self._groups = self._facts = self._params = None
+        self._rolled = self._groups = self._facts = None
+        self._is_due = False
 
     def run(self, num_steps: int, on_step: OnStep = lambda metrics: None, stop: Stop = lambda: False) -> None:
         """Runs learner steps until `num_steps` are done in all.
@@ -257,10 +277,11 @@ class Repeat:
                 self._require(self._facts, "had a batch")
                 if not loop.end_step(self._groups):
                     return loop.record(self._facts)
-                self._params = loop.snapshot()
+                self._is_due = True
             case Operation.OFFER:
-                self._require(self._params, "published")
-                loop.offer(self._params)
+                self._require(self._is_due or None, "published")
+                self._is_due = False
+                loop.offer(loop.snapshot())
                 return loop.record(self._facts)
             case Operation.STATE:
                 loop.state()

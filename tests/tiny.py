@@ -84,7 +84,7 @@ def tiny_rooms(run_dir: pathlib.Path, config: Config | None = None, *, devices: 
     run_dir.mkdir(parents=True, exist_ok=True)
     precision = config.snapshots.publish_dtype
     sampler = _share(("sampler", foundation.model, devices, config.sampler, config.seed, precision), foundation.sampler_factory)
-    scorer = _share(("scorer", foundation.model, devices, config.snapshots.score_rows, precision), foundation.scorer)
+    scorer = _share(("scorer", foundation.model, devices, config.snapshots, config.sampler.sampler_devices), foundation.scorer)
     loop = build_loop(foundation, run_dir, sampler(), scorer)
     learner = loop._rooms.learner
     programs = ("_update", "_row_weights", "_publish", "_start", "_copy")

@@ -1,22 +1,17 @@
-"""Where proximal logprobs come from: the one switch between knowing the old logits and making do without them.
+"""What every old-logprob source is: the interface, and what the exact ones share."""
 
-Two kinds of source share one interface. A source that acts *before* the step turns trajectories into arrays; one that acts
-*inside* the step is a function of the current logprobs, the sampler's, and the versions, which the learner calls in its loss.
-Only an exact source fills `Trajectory.old_logprobs`: an approximation is an anchor, never "old".
-"""
-
-import abc
+import collections
 import dataclasses
 import enum
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import jax
 import numpy as np
 
 from models.transformer import Params
+from rl import processes
 from rl.learner import AnchorFunction
-from rl.scorer import Bucket, Scorer
-from rl.snapshots import SnapshotRing
+from rl.scorer import Bucket, RowScore, Scorer
 from rl.types import NO_POLICY, Trajectory
 
 
@@ -24,6 +19,11 @@ class SourceName(enum.Enum):
     """The sources, by what fills the proximal logprobs."""
 
     SNAPSHOT = "snapshot"  # exact: each token scored under the snapshot that sampled it
+    DEDICATED = "dedicated"  # exact: the same on devices of its own, as trajectories finish
+    INTERRUPT = "interrupt"  # exact: everything is scored before its version is replaced, while the sampler pauses
+    EWMA = "ewma"  # approximate: scored under a moving average of the policy
+    INTERPOLATE = "interpolate"  # approximate: between the sampler's logprobs and the current ones
+    LAGGED = "lagged"  # approximate: scored under the version before the present one
     RECOMPUTE = "recompute"  # approximate: scored under the parameters at the start of the learner step
     SAMPLER = "sampler"  # approximate: the sampling engine's own logprobs
 
@@ -34,61 +34,109 @@ class Anchored:
 
     trajectories: list[Trajectory]
     proximal_logprobs: list[np.ndarray]  # float32 [T] each
-    buckets: list[
-        dict[int, Bucket]
-    ]  # for each trajectory, the bucket that each of its versions was scored in; empty unless exact
+    buckets: list[dict[int, Bucket]]  # of each trajectory: the bucket that each version was scored in; empty unless exact
 
 
-class OldLogprobSource(abc.ABC):
-    """One way to fill the proximal logprobs.
+COSTLY = ("fetch", "score", "stall")
+"""What takes a source's time: parameters that are got in place, scoring with them, and a side of the run that waits for it."""
+
+
+@dataclasses.dataclass
+class Cost:
+    """What a source spent since it was last asked."""
+
+    scored_tokens: int = 0  # tokens up to the last that was wanted, row by row
+    padded_tokens: int = 0  # the same, and what fills the buckets
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(COSTLY, 0.0))
+
+    def timed(self, kind: str, function: Callable, *arguments):
+        """Calls, and adds the time it takes to one of `COSTLY`."""
+        started = time.perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            self.seconds[kind] += time.perf_counter() - started
+
+
+class OldLogprobSource:
+    """One way to fill the proximal logprobs. Of what it is told, a source needs little; the rest it lets pass.
 
     Attributes:
       name: its name in the switch.
       caveat: what a user of an approximation must know; None for an exact source.
       inside: the function to call inside the step, for a source that acts there.
+      needs_ring: whether versions must stay in the ring until their last token is scored.
+      interrupts: whether the sampler must pause while a version is published.
+      cost: so far.
     """
 
     name: SourceName
     caveat: str | None = None
     inside: AnchorFunction | None = None
+    needs_ring: bool = False
+    interrupts: bool = False
+
+    def __init__(self):
+        self.cost = Cost()
 
     @property
     def exact(self) -> bool:
         """Whether the anchors are the old logprobs."""
         return self.caveat is None
 
-    @abc.abstractmethod
-    def anchor(self, trajectories: Sequence[Trajectory], params: Params) -> Anchored:
-        """Anchors for a batch; `params` are the published parameters at the start of the learner step."""
+    def anchor(self, trajectories: Sequence[Trajectory], version: int, params: Params) -> Anchored:
+        """Anchors for a batch; `params` are the published parameters of the learner's `version`, at the start of its step."""
+        raise NotImplementedError
+
+    def published(self, version: int, params: Params, master: Params) -> None:
+        """A version was published: its parameters, and the master weights they were cast from, which may be donated later."""
+
+    def superseding(self, version: int, params: Params, held: Sequence[Trajectory]) -> None:
+        """`version` is about to be replaced, and `held` is all that was not yet trained, finished or not."""
+
+    def finished(self, trajectories: Sequence[Trajectory]) -> None:
+        """Trajectories came to their end. From the sampler's side."""
+
+    def forget(self, trajectories: Iterable[Trajectory]) -> None:
+        """Trajectories will never be trained. From any side."""
+
+    def trained(self, active_fraction: float) -> None:
+        """A learner step is done, and that fraction of its tokens was neither masked nor clipped."""
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of its own, so far."""
+        return {}
+
+    def take_cost(self) -> Cost:
+        """What was spent since the last call."""
+        cost, self.cost = self.cost, Cost()
+        return cost
+
+    def close(self) -> None:
+        """Ends what it has running."""
+
+    def state(self) -> dict:
+        """Plain arrays and JSON values: `shared` by several processes, and this one's `own`. Collective."""
+        return {"shared": {}, "own": {}}
+
+    def restore(self, state: dict, params: Params) -> None:
+        """Takes a `state` back; `params` are the published ones of the present version."""
 
 
-class SnapshotSource(OldLogprobSource):
-    """Exact. Each version in the batch, newest first, scores the rows that hold it, up to their last token of it."""
+class CountedScorer:
+    """A scorer that adds what it does to a source's cost."""
 
-    name = SourceName.SNAPSHOT
+    def __init__(self, scorer: Scorer, source: OldLogprobSource):
+        self._scorer, self._source = scorer, source
 
-    def __init__(self, ring: SnapshotRing, scorer: Scorer):
-        self._ring, self._scorer = ring, scorer
-
-    def anchor(self, trajectories: Sequence[Trajectory], params: Params) -> Anchored:
-        del params  # exactness is a matter of the ring's versions only
-        old_logprobs = [np.full(len(trajectory), np.nan, np.float32) for trajectory in trajectories]
-        buckets: list[dict[int, Bucket]] = [{} for _ in trajectories]
-        held = {version for trajectory in trajectories for version in trajectory.versions}
-        for version in self._ring.held_by_any(held):
-            holders = [index for index, trajectory in enumerate(trajectories) if version in trajectory.versions]
-            for index, scored in zip(
-                holders,
-                score_version(self._scorer, self._ring.get(version), version, [trajectories[i] for i in holders]),
-                strict=True,
-            ):
-                is_version = trajectories[index].policy_versions == version
-                old_logprobs[index][is_version] = scored.logprobs
-                buckets[index][version] = scored.bucket
-        anchored = [
-            dataclasses.replace(trajectory, old_logprobs=row) for trajectory, row in zip(trajectories, old_logprobs, strict=True)
-        ]
-        return Anchored(anchored, old_logprobs, buckets)
+    def score(self, params: Params, rows: Sequence[np.ndarray]) -> list[RowScore]:
+        cost = self._source.cost
+        scores = cost.timed("score", self._scorer.score, params, rows)
+        cost.scored_tokens += sum(map(len, rows))
+        for bucket, count in collections.Counter(score.bucket for score in scores).items():
+            own_rows = bucket.rows // processes.num_processes()
+            cost.padded_tokens += -(-count // own_rows) * own_rows * bucket.length
+        return scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +147,9 @@ class VersionScore:
     bucket: Bucket
 
 
-def score_version(scorer: Scorer, params: Params, version: int, trajectories: Sequence[Trajectory]) -> list[VersionScore]:
+def score_version(
+    scorer: Scorer | CountedScorer, params: Params, version: int, trajectories: Sequence[Trajectory]
+) -> list[VersionScore]:
     """Scores each trajectory's tokens of `version` under `params`, reading no further than the last of them.
 
     The bucket is therefore the same whether the trajectory has gone on since or not.
@@ -110,51 +160,31 @@ def score_version(scorer: Scorer, params: Params, version: int, trajectories: Se
     return [VersionScore(row.logprobs[mask[:stop]], row.bucket) for row, mask, stop in zip(scores, masks, stops, strict=True)]
 
 
-class RecomputeSource(OldLogprobSource):
-    """Approximate: what most systems call old. The policy has moved on since the tokens were sampled."""
+def stitch(trajectories: Sequence[Trajectory], scores: Sequence[Mapping[int, VersionScore]]) -> Anchored:
+    """Old logprobs from the scores of each trajectory's versions."""
+    anchored, rows = [], []
+    for trajectory, by_version in zip(trajectories, scores, strict=True):
+        row = np.full(len(trajectory), np.nan, np.float32)
+        for version in trajectory.versions:
+            row[trajectory.policy_versions == version] = by_version[version].logprobs
+        rows.append(row)
+        anchored.append(dataclasses.replace(trajectory, old_logprobs=row))
+    buckets = [{version: score.bucket for version, score in sorted(by_version.items())} for by_version in scores]
+    return Anchored(anchored, rows, buckets)
 
-    name = SourceName.RECOMPUTE
-    caveat = "all staleness counts as discrepancy, and the clip sees none of it in the first minibatch"
+
+class ScoringSource(OldLogprobSource):
+    """A source that scores."""
 
     def __init__(self, scorer: Scorer):
-        self._scorer = scorer
+        super().__init__()
+        self._scorer = CountedScorer(scorer, self)
 
-    def anchor(self, trajectories: Sequence[Trajectory], params: Params) -> Anchored:
+    def _score_whole(self, params: Params, trajectories: Sequence[Trajectory]) -> Anchored:
+        """An approximation's anchor: every token under the same parameters."""
         scores = self._scorer.score(params, [trajectory.tokens for trajectory in trajectories])
         rows = [
             np.where(trajectory.policy_versions == NO_POLICY, np.float32(np.nan), row.logprobs)
             for trajectory, row in zip(trajectories, scores, strict=True)
         ]
         return Anchored(list(trajectories), rows, [{} for _ in trajectories])
-
-
-def _sampler_anchor(
-    logprobs: jax.Array, sampler_logprobs: jax.Array, policy_versions: jax.Array, learner_version: jax.Array
-) -> jax.Array:
-    del logprobs, policy_versions, learner_version
-    return sampler_logprobs
-
-
-class SamplerSource(OldLogprobSource):
-    """Approximate: the discrepancy ratio is 1 and the staleness ratio carries the engine's numerics too."""
-
-    name = SourceName.SAMPLER
-    caveat = "the engine's numerics count as staleness, and no discrepancy is seen"
-    inside = staticmethod(_sampler_anchor)
-
-    def anchor(self, trajectories: Sequence[Trajectory], params: Params) -> Anchored:
-        del params
-        return Anchored(
-            list(trajectories), [trajectory.sampler_logprobs for trajectory in trajectories], [{} for _ in trajectories]
-        )
-
-
-def make_source(name: SourceName, *, ring: SnapshotRing, scorer: Scorer) -> OldLogprobSource:
-    """The source of a name, with what it needs."""
-    match name:
-        case SourceName.SNAPSHOT:
-            return SnapshotSource(ring, scorer)
-        case SourceName.RECOMPUTE:
-            return RecomputeSource(scorer)
-        case SourceName.SAMPLER:
-            return SamplerSource()

@@ -146,6 +146,12 @@ def test_evaluate_takes_top_p_and_names_missing_versions(tiny_run, capsys):
         (["--top-p", "0.9"], ["--top-p", "0.9", "1"]),
         (["--ring-capacity", "4", "--max-staleness", "4"], ["4", "5", "--ring-capacity"]),
         (["--ring-capacity", "1000000"], ["1000000", "GiB", "--ring-capacity"]),
+        (["--old-logprobs", "dedicated"], ["dedicated", "--scorer-devices", "--old-logprobs snapshot"]),
+        (["--old-logprobs", "dedicated", "--scorer-devices", "8"], ["8", "--scorer-devices"]),
+        (["--old-logprobs", "dedicated", "--scorer-devices", "1", "--ring-capacity", "4"], ["4", "5", "--ring-capacity"]),
+        (["--scorer-devices", "1"], ["--scorer-devices", "snapshot", "dedicated"]),
+        (["--old-logprobs", "interrupt", "--ring-capacity", "0"], ["--ring-capacity", "0", "1"]),
+        (["--old-logprobs", "ewma", "--ewma.decay", "1"], ["--ewma.decay", "1"]),
         (["--fsdp", "8", "--groups-per-step", "3"], ["24", "8"]),
         (["--minibatches", "7"], ["64", "7"]),
         (["--fsdp", "16"], ["16", "8"]),
@@ -181,7 +187,7 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize("command", ["train", "audit", "evaluate", "plan"])
+@pytest.mark.parametrize("command", ["train", "audit", "evaluate", "plan", "bench"])
 def test_help_works_without_a_sampler(command):
     done = subprocess.run([sys.executable, "-m", f"launch.{command}", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0

@@ -9,7 +9,7 @@ from launch.build import Foundation
 from launch.config import MeshOptions
 from models.config import Precision
 from rl.budget import check_ring_fits, device_bytes, host_copy_bytes, num_persisted, ring_bytes
-from rl.old_logprobs import SamplerSource
+from rl.old_logprobs.approximate import SamplerSource
 from rl.snapshot_store import host_copy
 from tests.tiny import tiny_config
 

@@ -14,7 +14,7 @@ from models.sharding import parameter_shardings
 from models.transformer import Model
 from rl.exactness import ExactnessProbe
 from rl.learner import publish_cast
-from rl.old_logprobs import SnapshotSource
+from rl.old_logprobs.exact import SnapshotSource
 from rl.scorer import Scorer
 from rl.snapshots import SnapshotRing
 from rl.types import NO_POLICY, FinishReason, Trajectory
@@ -76,7 +76,7 @@ class Run:
             jax.tree.map(lambda leaf: leaf.delete(), params)  # the ring's copy must be enough
 
     def replay(self, trajectories=None, ring=None):
-        return SnapshotSource(ring or self.ring, self.scorer).anchor(WHOLE if trajectories is None else trajectories, None)
+        return SnapshotSource(ring or self.ring, self.scorer).anchor(WHOLE if trajectories is None else trajectories, 2, None)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_a_version_that_was_not_superseded_has_no_record(scorer):
         ring.put(version, params)
         if version < 2:
             probe.record(version, params, until(version))
-    assert probe.check(SnapshotSource(ring, scorer).anchor(WHOLE, None).trajectories) == 0.0
+    assert probe.check(SnapshotSource(ring, scorer).anchor(WHOLE, 2, None).trajectories) == 0.0
     assert probe.num_compared == sum(author in "01" for authors in AUTHORS.values() for author in authors)
 
 

@@ -114,9 +114,9 @@ def test_anchors_of_older_versions_clip_from_the_first_minibatch_on(tmp_path):
         firsts.append(float(result.updates[0]["staleness_ratio_max"]))
         return result
 
-    def watched_anchor(trajectories, params):
+    def watched_anchor(trajectories, version, params):
         versions.append(max(len(trajectory.versions) for trajectory in trajectories))
-        return anchor(trajectories, params)
+        return anchor(trajectories, version, params)
 
     loop._rooms.learner.step, loop._rooms.source.anchor = watched_step, watched_anchor
     loop.run(8)

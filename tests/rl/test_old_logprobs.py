@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from models.config import ModelConfig
+from models.config import ModelConfig, Precision
 from models.transformer import Model
 from rl.logprobs import score
-from rl.old_logprobs import SourceName, make_source, score_version
+from rl.old_logprobs import EwmaOptions, Interpolation, SourceName, make_source, score_version
 from rl.scorer import Scorer
 from rl.snapshots import SnapshotRing, VersionGone
 from rl.types import NO_POLICY, FinishReason, Trajectory
@@ -18,6 +18,7 @@ from tests.tiny import tiny_config, tiny_loop
 MODEL = Model(ModelConfig(vocab_size=32, num_layers=1, d_model=16, d_ff=24, num_heads=2, num_kv_heads=2, head_dim=8,
                           max_length=16))
 TEMPERATURE = 0.7
+EXACT = (SourceName.SNAPSHOT, SourceName.DEDICATED, SourceName.INTERRUPT)
 AUTHORS = ("..000011..22", "...00..1122.2", "....0.0", "..222222222222", "..0011112")  # `.` is the environment
 
 
@@ -54,6 +55,11 @@ class WatchedRing(SnapshotRing):
         return super().get(version)
 
 
+def source_of(name, ring, scorer):
+    return make_source(name, ring=ring, scorer=scorer, interpolation=Interpolation.A3PO, ewma=EwmaOptions(), max_staleness=4,
+                       precision=Precision.FLOAT32)
+
+
 @pytest.fixture(scope="module")
 def scorer():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
@@ -73,8 +79,8 @@ def reference(version, tokens):
 
 
 def test_snapshot_scores_each_token_under_the_version_that_sampled_it(scorer):
-    source = make_source(SourceName.SNAPSHOT, ring=WatchedRing(), scorer=scorer)
-    anchored = source.anchor(TRAJECTORIES, params_of(99))
+    source = source_of(SourceName.SNAPSHOT, WatchedRing(), scorer)
+    anchored = source.anchor(TRAJECTORIES, 3, params_of(99))
     for before, after, anchor in zip(TRAJECTORIES, anchored.trajectories, anchored.proximal_logprobs, strict=True):
         np.testing.assert_array_equal(after.old_logprobs, anchor)
         np.testing.assert_array_equal(np.isnan(anchor), before.policy_versions == NO_POLICY)
@@ -86,7 +92,7 @@ def test_snapshot_scores_each_token_under_the_version_that_sampled_it(scorer):
 
 def test_snapshot_fetches_each_version_once_newest_first_and_scores_its_holders_only(scorer):
     ring, before = WatchedRing(), scorer.num_scored_tokens
-    anchored = make_source(SourceName.SNAPSHOT, ring=ring, scorer=scorer).anchor(TRAJECTORIES, params_of(99))
+    anchored = source_of(SourceName.SNAPSHOT, ring, scorer).anchor(TRAJECTORIES, 3, params_of(99))
     assert ring.fetched == [2, 1, 0]
     reaches = [authors.rindex(author) + 1 for authors in AUTHORS for author in set(authors) - {"."}]
     assert scorer.num_scored_tokens - before == sum(reaches)
@@ -97,7 +103,7 @@ def test_snapshot_says_which_version_it_lacks(scorer):
     ring = SnapshotRing(4)
     ring.put(2, params_of(2))
     with pytest.raises(VersionGone, match="version 0 is not in the ring, which holds \\[2\\]"):
-        make_source(SourceName.SNAPSHOT, ring=ring, scorer=scorer).anchor(TRAJECTORIES, params_of(99))
+        source_of(SourceName.SNAPSHOT, ring, scorer).anchor(TRAJECTORIES, 3, params_of(99))
 
 
 def test_a_version_reads_no_further_than_its_last_token(scorer):
@@ -110,7 +116,7 @@ def test_a_version_reads_no_further_than_its_last_token(scorer):
 
 
 def test_recompute_scores_everything_under_the_learners_parameters(scorer):
-    anchored = make_source(SourceName.RECOMPUTE, ring=WatchedRing(), scorer=scorer).anchor(TRAJECTORIES, params_of(99))
+    anchored = source_of(SourceName.RECOMPUTE, WatchedRing(), scorer).anchor(TRAJECTORIES, 3, params_of(99))
     for t, anchor in zip(TRAJECTORIES, anchored.proximal_logprobs, strict=True):
         sampled = t.policy_versions != NO_POLICY
         np.testing.assert_allclose(anchor[sampled], reference(99, t.tokens)[sampled], atol=1e-5)
@@ -121,8 +127,8 @@ def test_recompute_scores_everything_under_the_learners_parameters(scorer):
 
 def test_sampler_takes_the_engines_word_without_scoring(scorer):
     before = scorer.num_scored_tokens
-    source = make_source(SourceName.SAMPLER, ring=WatchedRing(), scorer=scorer)
-    anchored = source.anchor(TRAJECTORIES, params_of(99))
+    source = source_of(SourceName.SAMPLER, WatchedRing(), scorer)
+    anchored = source.anchor(TRAJECTORIES, 3, params_of(99))
     for t, anchor in zip(TRAJECTORIES, anchored.proximal_logprobs, strict=True):
         np.testing.assert_array_equal(anchor, t.sampler_logprobs)
     assert source.inside("logprobs", "sampler", "versions", "learner") == "sampler"
@@ -131,10 +137,12 @@ def test_sampler_takes_the_engines_word_without_scoring(scorer):
 
 @pytest.mark.parametrize("name", SourceName)
 def test_each_source_knows_its_name_and_only_an_approximation_has_a_caveat(scorer, name):
-    source = make_source(name, ring=WatchedRing(), scorer=scorer)
+    source = source_of(name, WatchedRing(), scorer)
     assert source.name is name
-    assert source.exact == (source.caveat is None) == (name is SourceName.SNAPSHOT)
-    assert (source.inside is None) == (name is not SourceName.SAMPLER)
+    assert source.exact == (source.caveat is None) == (name in EXACT)
+    assert (source.inside is None) == (name not in (SourceName.SAMPLER, SourceName.INTERPOLATE))
+    assert source.needs_ring == (name in (SourceName.SNAPSHOT, SourceName.DEDICATED))
+    assert source.interrupts == (name is SourceName.INTERRUPT)
 
 
 def first_minibatches(tmp_path, name):
@@ -159,7 +167,8 @@ def first_minibatches(tmp_path, name):
 
 
 def test_each_source_puts_five_versions_of_lag_where_its_caveat_says(tmp_path):
-    runs = {name: first_minibatches(tmp_path / name.value, name) for name in SourceName}
+    compared = (SourceName.SNAPSHOT, SourceName.RECOMPUTE, SourceName.SAMPLER)
+    runs = {name: first_minibatches(tmp_path / name.value, name) for name in compared}
     last = {name: firsts[-1] for name, (firsts, _) in runs.items()}
     exact, recompute, sampler = (last[name] for name in (SourceName.SNAPSHOT, SourceName.RECOMPUTE, SourceName.SAMPLER))
     # Exact: the lag is in the staleness ratio, and the discrepancy is that of the engine alone.

@@ -1,0 +1,255 @@
+"""Three ways to the old logits: equal bits, whatever is in flight, and what each of them costs."""
+
+import dataclasses
+import json
+import shutil
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from models.config import ModelConfig, Precision
+from models.sharding import parameter_shardings
+from models.transformer import Model
+from rl.learner import publish_cast
+from rl.loop import Schedule
+from rl.old_logprobs import SourceName
+from rl.old_logprobs.exact import DedicatedSource, InterruptSource, SnapshotSource
+from rl.scorer import Scorer
+from rl.snapshots import SnapshotRing, VersionGone
+from rl.threads import Interleaving, Repeat, Threads, read_interleaving
+from rl.types import NO_POLICY, FinishReason, Trajectory
+from tests.tiny import assert_same_weights, rows_of, tiny_config, tiny_loop, tiny_rooms, without_times
+
+MODEL = Model(ModelConfig(vocab_size=32, num_layers=1, d_model=16, d_ff=24, num_heads=2, num_kv_heads=2, head_dim=8,
+                          max_length=24))  # fmt: skip
+NUM_VERSIONS, NUM_TRAJECTORIES = 5, 200
+EXACT = (SourceName.SNAPSHOT, SourceName.DEDICATED, SourceName.INTERRUPT)
+
+
+def mesh_of(first, count):
+    return jax.sharding.Mesh(np.array(jax.devices()[first : first + count]).reshape(1, count, 1), ("data", "fsdp", "tensor"))
+
+
+def params_of(version, mesh, precision):
+    rng = np.random.default_rng(version)
+    params = jax.tree.map(lambda leaf: rng.normal(scale=0.4, size=leaf.shape).astype(np.float32), MODEL.shapes)
+    return publish_cast(jax.device_put(params, parameter_shardings(MODEL.axes, MODEL.shapes, mesh)), precision)
+
+
+def make_trajectory(request_id):
+    """A prompt, then a few segments of versions that never go back, with what an environment says in between."""
+    rng = np.random.default_rng(request_id)
+    versions, version = [NO_POLICY] * int(rng.integers(1, 4)), int(rng.integers(3))
+    length = rng.integers(6, 25)
+    while len(versions) < length:
+        versions += [version] * int(rng.integers(1, 6)) + [NO_POLICY] * int(rng.integers(0, 3))
+        version = min(version + int(rng.integers(3)), NUM_VERSIONS - 1)
+    versions = np.array(versions[:24], np.int32)
+    sampled = versions != NO_POLICY
+    return Trajectory(
+        request_id=request_id, group_id=0, tokens=rng.integers(32, size=len(versions)).astype(np.int32), loss_mask=sampled,
+        policy_versions=versions, context_versions=versions, sampler_logprobs=np.where(sampled, -1, np.nan).astype(np.float32),
+        turn_starts=np.array([], np.int32), reward=0.0, success=False, finish_reason=FinishReason.LENGTH)  # fmt: skip
+
+
+TRAJECTORIES = [make_trajectory(request_id) for request_id in range(NUM_TRAJECTORIES)]
+
+
+def until(trajectory, version):
+    """The trajectory as it stood when `version` was about to be replaced; None if it had not begun."""
+    later = np.flatnonzero(trajectory.policy_versions > version)
+    stop = later[0] if len(later) else len(trajectory)
+    if not (trajectory.policy_versions[:stop] >= 0).any():
+        return None
+    fields = ("tokens", "loss_mask", "policy_versions", "context_versions", "sampler_logprobs")
+    return dataclasses.replace(trajectory, **{name: trajectory.__dict__[name][:stop] for name in fields})
+
+
+def old_logprobs_of(anchored):
+    for trajectory, row in zip(anchored.trajectories, anchored.proximal_logprobs, strict=True):
+        assert trajectory.old_logprobs is row
+        np.testing.assert_array_equal(np.isnan(row), trajectory.policy_versions == NO_POLICY)
+    return np.concatenate(anchored.proximal_logprobs)
+
+
+def three_ways(num_devices, precision, lengths):
+    """The old logprobs of all trajectories by each exact source, and their buckets."""
+    mesh, other = mesh_of(0, num_devices), mesh_of(4, num_devices)
+    options = {"rows_per_device": 4, "lengths": lengths, "temperature": 0.7}
+    scorer = Scorer(MODEL, mesh, **options)
+    ring = SnapshotRing(NUM_VERSIONS)
+    interrupt = InterruptSource(scorer)
+    for version in range(NUM_VERSIONS):
+        live = params_of(version, mesh, precision)
+        ring.put(version, live)
+        held = [part for part in (until(trajectory, version) for trajectory in TRAJECTORIES) if part is not None]
+        if version < NUM_VERSIONS - 1:
+            interrupt.superseding(version, live, held)
+    dedicated = DedicatedSource(ring, Scorer(MODEL, other, **options))
+    for start in range(0, NUM_TRAJECTORIES, 7):
+        dedicated.finished(TRAJECTORIES[start : start + 7])
+    sources = {"snapshot": SnapshotSource(ring, scorer), "dedicated": dedicated, "interrupt": interrupt}
+    found = {name: source.anchor(TRAJECTORIES, NUM_VERSIONS - 1, live) for name, source in sources.items()}
+    dedicated.close()
+    return {name: old_logprobs_of(anchored) for name, anchored in found.items()}, {name: a.buckets for name, a in found.items()}
+
+
+@pytest.mark.parametrize(("num_devices", "precision"), [(1, Precision.FLOAT32), (4, Precision.BFLOAT16)])
+def test_the_three_exact_sources_give_equal_bits(num_devices, precision):
+    assert max(len(trajectory.versions) for trajectory in TRAJECTORIES) == NUM_VERSIONS
+    found, buckets = three_ways(num_devices, precision, (24,))
+    assert np.isfinite(found["snapshot"]).sum() > 1000
+    for name in ("dedicated", "interrupt"):
+        assert found[name].tobytes() == found["snapshot"].tobytes()
+        assert buckets[name] == buckets["snapshot"]
+
+
+def test_with_several_buckets_too():
+    """The bucket is that of the last token of a version, whoever scores and when."""
+    found, buckets = three_ways(1, Precision.FLOAT32, (8, 16, 24))
+    assert {bucket.length for by_version in buckets["snapshot"] for bucket in by_version.values()} == {8, 16, 24}
+    for name in ("dedicated", "interrupt"):
+        assert found[name].tobytes() == found["snapshot"].tobytes()
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    return Scorer(MODEL, mesh_of(0, 1), rows_per_device=4, lengths=(24,), temperature=0.7)
+
+
+def make_ring(*versions):
+    ring = SnapshotRing(NUM_VERSIONS)
+    for version in versions:
+        ring.put(version, params_of(version, mesh_of(0, 1), Precision.FLOAT32))
+    return ring
+
+
+def test_interrupt_names_what_it_was_not_told_about(scorer):
+    trajectory = next(trajectory for trajectory in TRAJECTORIES if len(trajectory.versions) > 1)
+    source = InterruptSource(scorer)
+    newest = trajectory.versions[-1]
+    with pytest.raises(VersionGone, match=f"{trajectory.request_id} holds tokens of versions \\[{trajectory.versions[0]}"):
+        source.anchor([trajectory], newest, params_of(newest, mesh_of(0, 1), Precision.FLOAT32))
+
+
+def test_interrupt_forgets_and_remembers(scorer):
+    source, again = InterruptSource(scorer), InterruptSource(scorer)
+    params = params_of(0, mesh_of(0, 1), Precision.FLOAT32)
+    held = [trajectory for trajectory in TRAJECTORIES if trajectory.versions == (0,)]
+    source.superseding(0, params, held)
+    again.restore(source.state(), params)
+    source.forget(held)
+    assert source.state()["own"]["scores"] == []
+    remembered = old_logprobs_of(again.anchor(held, 1, params))  # of a later version, whose parameters do not matter
+    assert remembered.tobytes() == old_logprobs_of(source.anchor(held, 0, params)).tobytes()
+    assert again.cost.scored_tokens == 0 and again.state()["own"]["scores"] == []
+
+
+def test_a_dedicated_scorer_raises_its_thread_s_failure_where_the_learner_waits(scorer):
+    source = DedicatedSource(make_ring(3), scorer)
+    trajectory = next(trajectory for trajectory in TRAJECTORIES if 0 in trajectory.versions)
+    with pytest.raises(VersionGone, match="is not in the ring"):
+        source.anchor([trajectory], 0, None)
+    source.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "scorer"]
+
+
+def test_a_dedicated_scorer_passes_over_what_was_forgotten(scorer):
+    source = DedicatedSource(make_ring(2), scorer)
+    gone = [trajectory for trajectory in TRAJECTORIES if 0 in trajectory.versions][:3]
+    kept = [trajectory for trajectory in TRAJECTORIES if trajectory.versions == (2,)][:3]
+    hold, place = threading.Event(), source._place_params
+
+    def late_place(params):
+        assert hold.wait(60)
+        return place(params)
+
+    source._place_params = late_place
+    source.finished(kept[:1])  # the thread is held up by this one
+    source.finished(gone)
+    source.forget(gone)
+    source.finished(kept[1:])
+    hold.set()
+    assert np.isfinite(old_logprobs_of(source.anchor(kept, 2, None))).any()
+    source.close()
+
+
+# --- in a run ---
+
+
+def config_of(name, *, schedule=Schedule.LOCKSTEP, **changes):
+    config = tiny_config(**changes)
+    snapshots = dataclasses.replace(
+        config.snapshots,
+        old_logprobs=name,
+        ring_capacity=1 if name is SourceName.INTERRUPT else 8,
+        scorer_devices=1 if name is SourceName.DEDICATED else 0,
+    )
+    loop = dataclasses.replace(config.loop, schedule=schedule)
+    return dataclasses.replace(config, snapshots=snapshots, loop=loop)
+
+
+def segments_of(run_dir):
+    """The ledger's segment rows, but for the source's name and the hashes that come of it."""
+    rows = map(json.loads, (run_dir / "ledger" / "segments.jsonl").read_text().splitlines())
+    differing = ("source", "hash", "previous")
+    return [{name: row[name] for name in row if name not in differing} for row in rows if row["kind"] == "segment"]
+
+
+def test_a_run_with_either_of_them_ends_with_the_same_weights(tmp_path):
+    loops = {name: tiny_loop(tmp_path / name.value, config_of(name)) for name in EXACT}
+    for name, loop in loops.items():
+        loop.run(9)
+        rows = rows_of(tmp_path / name.value)
+        assert rows[-1]["versions_per_trajectory_max"] == 5 and loop.probe.max_error == 0.0 and loop.probe.num_compared > 100
+        assert rows[-1]["ring_versions"] <= (1 if name is SourceName.INTERRUPT else 8)
+        loop.finish()
+    assert not [thread for thread in threading.enumerate() if thread.name == "scorer"]
+    first, *others = loops.values()
+    for other in others:
+        assert_same_weights(first, other)
+    assert segments_of(tmp_path / "snapshot") == segments_of(tmp_path / "dedicated") == segments_of(tmp_path / "interrupt")
+
+
+def test_an_interrupted_run_in_threads_is_repeated_bit_by_bit(tmp_path):
+    config = config_of(SourceName.INTERRUPT)
+    config = dataclasses.replace(
+        config,
+        sampler=dataclasses.replace(config.sampler, sampler_devices=1),
+        step=dataclasses.replace(config.step, minibatches=1),
+    )
+    loop = tiny_loop(tmp_path / "threads", config)
+    roll = loop.roll
+
+    def slow_roll(num_steps):  # slower than the learner, so that publishes come between the rounds
+        time.sleep(0.1)
+        return roll(num_steps)
+
+    loop.roll = slow_roll
+    Threads(loop, Interleaving(tmp_path / "threads" / "interleaving.txt")).run(14)
+    rows = rows_of(tmp_path / "threads")
+    assert max(row["versions_per_trajectory_max"] for row in rows) > 1 and loop.probe.max_error == 0.0
+    assert sum(row["seconds_stall"] for row in rows) > 0
+    again = tiny_loop(tmp_path / "again", config)
+    Repeat(again, read_interleaving(tmp_path / "threads" / "interleaving.txt")).run(14)
+    assert_same_weights(loop, again)
+    assert without_times(rows) == without_times(rows_of(tmp_path / "again"))
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been_stopped(tmp_path):
+    """What was scored when its version was replaced is part of the state."""
+    straight = tiny_loop(tmp_path / "straight", config_of(SourceName.INTERRUPT))
+    straight.run(6)
+    state = straight.state()
+    assert state["own"]["source"]["scores"]
+    straight.run(9)
+    straight._rooms.store.wait()
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    resumed = tiny_rooms(tmp_path / "resumed", config_of(SourceName.INTERRUPT))
+    resumed.restore(state)
+    resumed.run(9)
+    assert_same_weights(straight, resumed)
+    assert without_times(rows_of(tmp_path / "straight")) == without_times(rows_of(tmp_path / "resumed"))

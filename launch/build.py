@@ -18,6 +18,7 @@ from rl import processes
 from rl.admission import Admission
 from rl.batching import length_buckets
 from rl.budget import check_ring_fits
+from rl.decomposition import Decomposition
 from rl.environments import Split
 from rl.exactness import ExactnessProbe
 from rl.learner import Learner, check_batch_rows, published_shapes
@@ -226,6 +227,7 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
         admission=admission,
         source=source,
         probe=probe,
+        decomposition=Decomposition(learner, source, ring, scorer, every=config.snapshots.decompose_every),
         ledger=Ledger(own / "ledger"),
         metrics=MetricsWriter(own / run_directory.METRICS),
         timeline=Timeline(own / "timeline.jsonl"),

@@ -69,6 +69,7 @@ class SnapshotOptions:
     persist_every: int = 4  # every so many versions one is written to disk, for the audit
     score_rows: int = 1  # rows a device in one scored call; part of the bucket
     exactness_every: int = 1  # of the trajectories, one in so many is also scored live and compared; 0: none
+    decompose_every: int = 8  # of the trajectories, one in so many has its log ratio taken apart; 0: none
     publish_dtype: Precision = Precision.BFLOAT16
 
 
@@ -222,6 +223,7 @@ def check(config: Config) -> None:
         "--scorer-devices": (config.snapshots.scorer_devices, 0),
         "--ring-capacity": (config.snapshots.ring_capacity, 1),
         "--exactness-every": (config.snapshots.exactness_every, 0),
+        "--decompose-every": (config.snapshots.decompose_every, 0),
         "--checkpoint-every": (config.checkpoint_every, 0),
     }.items():
         if value < minimum:
@@ -244,7 +246,15 @@ def _check_source(config: Config) -> None:
             f"--scorer-devices {snapshots.scorer_devices} would idle with --old-logprobs {snapshots.old_logprobs.value}; "
             "leave it out, or set --old-logprobs dedicated"
         )
-    if is_dedicated or snapshots.old_logprobs is SourceName.SNAPSHOT:  # they want versions that are no longer live
+    is_interrupt = snapshots.old_logprobs is SourceName.INTERRUPT
+    is_approximate = not (is_dedicated or is_interrupt or snapshots.old_logprobs is SourceName.SNAPSHOT)
+    wanted, name = config.loop.max_staleness + 1, snapshots.old_logprobs.value
+    if is_approximate and snapshots.decompose_every and snapshots.ring_capacity < wanted:
+        raise ConfigError(
+            f"--decompose-every {snapshots.decompose_every} compares {name} with exact old logprobs, so it wants --ring-capacity "
+            f"{wanted} or more, got {snapshots.ring_capacity}; raise it, or leave the comparison out with --decompose-every 0"
+        )
+    if not is_interrupt and not (is_approximate and not snapshots.decompose_every):  # versions that are no longer live
         if config.loop.schedule is Schedule.THREADS and snapshots.ring_capacity < 2:
             raise ConfigError(
                 "--ring-capacity is 1, wanted 2 or more with --schedule threads: one version serves while one is put"

@@ -96,11 +96,19 @@ class LearnerState:
     optimizer: optax.OptState
 
 
+class Forward(NamedTuple):
+    """What the forward inside an optimizer step computed."""
+
+    rows: np.ndarray  # int64 [b]: which rows of this process's batch
+    logprobs: np.ndarray  # float32 [b, T] nats
+
+
 class StepMetrics(NamedTuple):
-    """Metrics of a learner step, and of each of its optimizer steps in order."""
+    """Metrics of a learner step, and of each of its optimizer steps in order; `forwards` if they were asked for."""
 
     step: Metrics
     updates: list[Metrics]
+    forwards: list[Forward]
 
 
 def publish_cast(params: Params, precision: Precision) -> Params:
@@ -141,28 +149,33 @@ def state_shardings(model: Model, mesh: jax.sharding.Mesh, optimizer: optax.Grad
 
 
 def make_update(loss: Callable, optimizer: optax.GradientTransformation, *, num_microbatches: int, num_shards: int) -> Callable:
-    """(state, minibatch) to (state, loss, sums, gradient norm), for any tree of [B, ...] arrays as minibatch.
+    """(state, minibatch) to (state, loss, sums, gradient norm, rows), for any tree of [B, ...] arrays as minibatch.
 
-    `loss(params, microbatch)` returns its share of the minibatch's loss, and sums for `losses.combine_metrics`.
+    `loss(params, microbatch)` returns its share of the minibatch's loss, and (sums for `losses.combine_metrics`, a tree of arrays
+    [b, ...] with the microbatch's rows); `rows` are those of the whole minibatch, in its order.
     """
     def split(array: jax.Array) -> jax.Array:
         # Each microbatch takes its rows from every shard, so no row changes its device.
         shape = (num_shards, num_microbatches, array.shape[0] // (num_shards * num_microbatches), *array.shape[1:])
         return array.reshape(shape).swapaxes(0, 1).reshape(num_microbatches, -1, *array.shape[1:])
 
+    def join(array: jax.Array) -> jax.Array:
+        """The inverse of `split`."""
+        return array.reshape(num_microbatches, num_shards, -1, *array.shape[2:]).swapaxes(0, 1).reshape(-1, *array.shape[2:])
+
     def update(state: LearnerState, minibatch):
         def accumulate(gradients, microbatch):
-            (share, sums), new = jax.value_and_grad(loss, has_aux=True)(state.params, microbatch)
-            return jax.tree.map(jnp.add, gradients, new), (share, sums)
+            (share, (sums, rows)), new = jax.value_and_grad(loss, has_aux=True)(state.params, microbatch)
+            return jax.tree.map(jnp.add, gradients, new), (share, sums, rows)
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
-        gradients, (shares, stacked) = jax.lax.scan(accumulate, zeros, jax.tree.map(split, minibatch))
+        gradients, (shares, stacked, rows) = jax.lax.scan(accumulate, zeros, jax.tree.map(split, minibatch))
         parts = [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(num_microbatches)]
         sums = functools.reduce(combine_metrics, parts)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an int count
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         state = LearnerState(params=optax.apply_updates(state.params, updates), optimizer=optimizer_state)
-        return state, jnp.sum(shares), sums, optax.tree.norm(gradients)
+        return state, jnp.sum(shares), sums, optax.tree.norm(gradients), jax.tree.map(join, rows)
 
     return update
 
@@ -192,7 +205,7 @@ class Learner:
         self.shardings = state_shardings(model, mesh, self._optimizer)
         self.state_shapes = placed(jax.eval_shape(self._fresh, model.shapes), self.shardings)
         update = make_update(self._loss, self._optimizer, num_microbatches=step.microbatches, num_shards=num_batch_shards(mesh))
-        self._update = jax.jit(update, donate_argnums=0, out_shardings=(self.shardings, whole, whole, whole))
+        self._update = jax.jit(update, donate_argnums=0, out_shardings=(self.shardings, whole, whole, whole, self._rows))
         weights = functools.partial(row_weights, denominator=loss.denominator, constant=loss.denominator_constant)
         self._row_weights = jax.jit(weights, out_shardings=self._rows)
         self.published_shapes = published_shapes(model, mesh, publish_dtype)
@@ -212,32 +225,42 @@ class Learner:
         """The present policy: master weights cast to the publish type, in buffers of their own."""
         return self._publish(self.train_state.params)
 
-    def step(self, batch: Batch, *, version: int) -> StepMetrics:
+    def step(self, batch: Batch, *, version: int, before_update: Callable[[np.ndarray], None] | None = None) -> StepMetrics:
         """One learner step on a host batch; `version` is the learner's policy version. Results are dispatched, not awaited.
 
         Each of several processes gives its share of the rows; a minibatch takes equally many from all.
+
+        Args:
+          batch: of numpy arrays.
+          version: of the learner.
+          before_update: called with the rows of each minibatch before its optimizer step; then the forwards are fetched as well.
 
         Raises:
           ShardingError, ValueError: the rows do not divide into minibatches, microbatches and devices.
         """
         options = self._step_options
         check_batch_rows(len(batch.tokens) * processes.num_processes(), options, self._mesh)
-        updates = []
+        updates, forwards = [], []
         for epoch in range(options.epochs):
             order = np.random.default_rng((self._seed, self.num_steps, epoch)).permutation(len(batch.tokens))
             for rows in np.split(order, options.minibatches):
+                if before_update is not None:
+                    before_update(rows)
                 minibatch = jax.tree.map(lambda array, rows=rows: np.asarray(array)[rows], batch)
                 minibatch, versions = processes.from_rows((minibatch, np.full(len(rows), version, np.int32)), self._rows)
                 with jax.transfer_guard("disallow"):
                     weights = self._row_weights(minibatch.loss_mask)
-                    self.train_state, loss, sums, norm = self._update(self.train_state, (minibatch, weights, versions))
+                    self.train_state, loss, sums, norm, logprobs = self._update(
+                        self.train_state, (minibatch, weights, versions))
                 updates.append((loss, sums, norm))
+                if before_update is not None:
+                    forwards.append(Forward(rows, processes.own_rows(logprobs)))
         self.num_steps += 1
         losses, sums, norms = zip(*updates, strict=True)
         whole = {**finalize_metrics(functools.reduce(combine_metrics, sums)), "loss": sum(losses) / len(updates),
                  "gradient_norm": sum(norms) / len(updates)}
         each = [{**finalize_metrics(part), "loss": loss, "gradient_norm": norm} for loss, part, norm in updates]
-        return StepMetrics(whole, each)
+        return StepMetrics(whole, each, forwards)
 
     def lower_update(self, rows: int, length: int) -> jax.stages.Lowered:
         """The program of an optimizer step on a minibatch of [rows, length], for whoever wants to know it before it runs."""
@@ -274,7 +297,7 @@ class Learner:
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
         return LearnerState(params=params, optimizer=self._optimizer.init(params))
 
-    def _loss(self, params: Params, microbatch) -> tuple[jax.Array, Metrics]:
+    def _loss(self, params: Params, microbatch) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
         batch, weights, versions = microbatch
         policy = policy_parameters(params, self._publish_dtype)
         logprobs, entropy = score(self._model, policy, batch.tokens, batch.valid, temperature=self._temperature)
@@ -282,8 +305,9 @@ class Learner:
         if self._anchor is not None:
             proximal = self._anchor(jax.lax.stop_gradient(logprobs), batch.sampler_logprobs, batch.policy_versions,
                                     versions[:, None])
-        return decoupled_ppo_terms(logprobs, proximal, batch.sampler_logprobs, batch.advantages, batch.loss_mask, weights=weights,
-                                   entropy=entropy, **self._loss_options.arguments)
+        share, sums = decoupled_ppo_terms(logprobs, proximal, batch.sampler_logprobs, batch.advantages, batch.loss_mask,
+                                          weights=weights, entropy=entropy, **self._loss_options.arguments)
+        return share, (sums, logprobs)
 
 
 def check_batch_rows(rows: int, options: StepOptions, mesh: jax.sharding.Mesh) -> None:

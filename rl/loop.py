@@ -234,11 +234,11 @@ class Loop:
             self._unpin(trajectory.versions)
 
     def _pin(self, versions: Iterable[int]) -> None:
-        if self.source.needs_ring:
+        if self._rooms.needs_ring:
             self._rooms.ring.pin(versions)
 
     def _unpin(self, versions: Iterable[int]) -> None:
-        if self.source.needs_ring:
+        if self._rooms.needs_ring:
             self._rooms.ring.release(versions)
 
     # --- the learner's side ---
@@ -259,7 +259,8 @@ class Loop:
         trajectories = [trajectory for group in groups for trajectory in group]
         training = self._training
         batch, own = self.timed("replay", training.assemble, trajectories, self.step + 1, self.version, self.live)
-        return {"version": self.version, **self.timed("train", training.update, batch, self.step + 1, self.version), "own": own}
+        metrics, decomposed = self.timed("train", training.update, batch, self.step + 1, self.version)
+        return {"version": self.version, **metrics, "own": {**own, **decomposed}}
 
     def end_step(self, groups: list[list[Trajectory]]) -> bool:
         """Counts the step and lets go of what it trained on; returns whether a publish is due and the ring has room for it."""

@@ -3,6 +3,7 @@
 import dataclasses
 
 from rl.admission import Admission
+from rl.decomposition import Decomposition
 from rl.exactness import ExactnessProbe
 from rl.learner import Learner
 from rl.ledger import Ledger
@@ -27,6 +28,12 @@ class Rooms:
     admission: Admission
     source: OldLogprobSource
     probe: ExactnessProbe
+    decomposition: Decomposition
     ledger: Ledger
     metrics: MetricsWriter
     timeline: Timeline
+
+    @property
+    def needs_ring(self) -> bool:
+        """Whether versions must stay in the ring until their last token is scored."""
+        return self.source.needs_ring or self.decomposition.is_on and not self.source.exact

@@ -8,6 +8,7 @@ and why nothing is ever scored in a program that also does something else, such 
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ class Scorer:
         model = dataclasses.replace(model, activation_sharding=self._row_sharding)
         self._program = functools.partial(score, model, temperature=temperature)
         self._score = self._compile()
+        self._dispatching = threading.Lock()
         self.num_scored_tokens = 0
         self.num_padded_tokens = 0
 
@@ -70,14 +72,17 @@ class Scorer:
         Rows of one bucket share calls, ceil(rows / bucket rows) of them; all calls are dispatched before any result is read. With
         several processes this is collective: the one with the most rows decides about the number of calls.
         """
-        params = self.place(params)
         by_length: dict[int, list[int]] = {length: [] for length in self.lengths}
         for index, row in enumerate(rows):
             by_length[bucket_length(len(row), self.lengths)].append(index)
         num_calls = processes.gather([-(-len(indices) // self._own_rows) for indices in by_length.values()]).max(axis=0)
         calls = [(length, indices[call * self._own_rows : (call + 1) * self._own_rows])
                  for (length, indices), count in zip(by_length.items(), num_calls, strict=True) for call in range(count)]
-        pending = [self._dispatch(self._score, params, [rows[index] for index in indices], length) for length, indices in calls]
+        # Programs of two threads reach all devices in one order, or their collectives would wait for each other.
+        with self._dispatching:
+            params = self.place(params)
+            pending = [self._dispatch(self._score, params, [rows[index] for index in indices], length)
+                       for length, indices in calls]
         scores: list[RowScore | None] = [None] * len(rows)
         for (length, indices), logprobs in zip(calls, pending, strict=True):
             logprobs = processes.own_rows(logprobs)

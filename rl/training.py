@@ -83,6 +83,8 @@ class Training:
         anchored = rooms.source.anchor(trajectories, version, live)
         if rooms.source.exact:
             rooms.probe.check(anchored.trajectories)
+        if rooms.decomposition.is_on:
+            rooms.decomposition.begin(anchored, version, live)
         self._write_ledger(anchored, step, version)
         facts = {**batch_metrics(anchored.trajectories), **staleness_metrics(anchored.trajectories, version)}
         has_reward = np.asarray([trajectory.reward is not None for trajectory in trajectories])
@@ -108,20 +110,24 @@ class Training:
         ]
         self._rooms.ledger.record_step(step, version, self._rooms.source.name.value, scored, self._digests)
 
-    def update(self, batch: Batch, step: int, version: int) -> dict:
-        """The learner's update; returns its metrics.
+    def update(self, batch: Batch, step: int, version: int) -> tuple[dict, dict]:
+        """The learner's update; returns its metrics, and what this process knows of its own rows' ratios.
 
         Raises:
           NonFiniteLoss: the loss or its gradient is no number.
         """
-        metrics = jax.device_get(self._rooms.learner.step(batch, version=version).step)
+        decomposition = self._rooms.decomposition
+        watch = decomposition.before_update if decomposition.is_on else None
+        result = self._rooms.learner.step(batch, version=version, before_update=watch)
+        metrics = jax.device_get(result.step)
         if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["gradient_norm"]):
             raise NonFiniteLoss(
                 f"learner step {step}: loss {metrics['loss']}, gradient norm {metrics['gradient_norm']}; "
                 "lower --learning-rate, or look at the rewards of this step's trajectories in ledger/"
             )
         self._rooms.source.trained(float(metrics["active_fraction"]))
-        return {name: float(value) for name, value in metrics.items()}
+        own = decomposition.finish(result.forwards) if decomposition.is_on else {}
+        return {name: float(value) for name, value in metrics.items()}, own
 
     def state(self) -> dict:
         """JSON values; what was noted must have been settled."""

@@ -99,17 +99,17 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
     def imitation_loss(params, microbatch):
         rows, is_valid, mask, weights = microbatch
         logprobs = score(model, params, rows, is_valid, temperature=1.0).logprobs
-        return -jnp.sum(jnp.where(mask, weights[:, None] * logprobs, 0.0)), {}
+        return -jnp.sum(jnp.where(mask, weights[:, None] * logprobs, 0.0)), ({}, ())
 
     update = make_update(imitation_loss, optimizer, num_microbatches=options.microbatches, num_shards=num_batch_shards(mesh))
     shardings = state_shardings(model, mesh, optimizer)
     whole = replicated(mesh)
-    update = jax.jit(update, donate_argnums=0, out_shardings=(shardings, whole, whole, whole))
+    update = jax.jit(update, donate_argnums=0, out_shardings=(shardings, whole, whole, whole, whole))
     state = LearnerState(params=params, optimizer=jax.jit(optimizer.init, out_shardings=shardings.optimizer)(params))
     for number in range(options.updates):
         rows = rng.choice(options.episodes, options.rows, replace=False)
         weights = np.full(options.rows, 1 / max(int(masks[rows].sum()), 1), np.float32)
         minibatch = processes.from_whole((tokens[rows], valid[rows], masks[rows], weights), batch_sharding(mesh))
-        state, loss, _, _ = update(state, minibatch)
+        state, loss, _, _, _ = update(state, minibatch)
         progress(number + 1, float(loss))
     return state.params

@@ -23,8 +23,8 @@ LAYERS = {
     "cores": ("logprobs", "advantages", "corrections", "losses", "batching", "delta", "sampling"),
     "shells": (
         "environments", "admission", "engine", "sampling_programs", "sampler", "rollout", "snapshots", "snapshot_store",
-        "old_logprobs", "learner", "scorer", "exactness", "evaluation", "warmstart", "ledger", "auditing", "budget", "checkpoint",
-        "metrics", "timeline", "processes", "rooms", "training", "reporting",
+        "old_logprobs", "decomposition", "learner", "scorer", "exactness", "evaluation", "warmstart", "ledger", "auditing",
+        "budget", "checkpoint", "metrics", "timeline", "processes", "rooms", "training", "reporting",
     ),
     "loop": ("loop", "threads"),
 }  # fmt: skip

@@ -149,6 +149,7 @@ def test_evaluate_takes_top_p_and_names_missing_versions(tiny_run, capsys):
         (["--old-logprobs", "dedicated"], ["dedicated", "--scorer-devices", "--old-logprobs snapshot"]),
         (["--old-logprobs", "dedicated", "--scorer-devices", "8"], ["8", "--scorer-devices"]),
         (["--old-logprobs", "dedicated", "--scorer-devices", "1", "--ring-capacity", "4"], ["4", "5", "--ring-capacity"]),
+        (["--old-logprobs", "ewma", "--ring-capacity", "2"], ["2", "5", "--ring-capacity", "--decompose-every 0"]),
         (["--scorer-devices", "1"], ["--scorer-devices", "snapshot", "dedicated"]),
         (["--old-logprobs", "interrupt", "--ring-capacity", "0"], ["--ring-capacity", "0", "1"]),
         (["--old-logprobs", "ewma", "--ewma.decay", "1"], ["--ewma.decay", "1"]),

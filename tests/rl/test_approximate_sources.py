@@ -211,10 +211,11 @@ def test_lagged_is_the_version_before():
 
 def config_of(name, **changes):
     config = tiny_config(**changes)
-    return dataclasses.replace(config, snapshots=dataclasses.replace(config.snapshots, old_logprobs=name, ring_capacity=1))
+    snapshots = dataclasses.replace(config.snapshots, old_logprobs=name, ring_capacity=1, decompose_every=0)
+    return dataclasses.replace(config, snapshots=snapshots)
 
 
-@pytest.mark.parametrize("name", [SourceName.EWMA, SourceName.LAGGED, SourceName.INTERPOLATE])
+@pytest.mark.parametrize("name", [SourceName.EWMA, SourceName.LAGGED])
 def test_a_resumed_run_goes_on_with_the_same_anchor(tmp_path, name):
     config = config_of(name)
     straight = tiny_loop(tmp_path / "straight", config)

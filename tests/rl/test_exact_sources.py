@@ -214,6 +214,7 @@ def test_a_run_with_either_of_them_ends_with_the_same_weights(tmp_path):
     assert segments_of(tmp_path / "snapshot") == segments_of(tmp_path / "dedicated") == segments_of(tmp_path / "interrupt")
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_in_threads_is_repeated_bit_by_bit(tmp_path):
     config = config_of(SourceName.INTERRUPT)
     config = dataclasses.replace(

@@ -156,8 +156,8 @@ def first_minibatches(tmp_path, name):
     loop = tiny_loop(tmp_path, config)
     step, firsts = loop._rooms.learner.step, []
 
-    def watched(batch, *, version):
-        result = step(batch, version=version)
+    def watched(batch, **options):
+        result = step(batch, **options)
         firsts.append({metric: float(value) for metric, value in result.updates[0].items()})
         return result
 

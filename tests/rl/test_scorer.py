@@ -54,7 +54,7 @@ def scorer(request):
 
 
 def test_the_program_known_beforehand_is_the_one_that_runs(scorer, monkeypatch):
-    params = scorer._place(publish(Precision.FLOAT32))
+    params = scorer.place(publish(Precision.FLOAT32))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
     expected, run, programs = scorer.lower(shapes, 16).as_text(), scorer._score, []
     monkeypatch.setattr(scorer, "_score", lambda *args: (programs.append(run.lower(*args).as_text()), run(*args))[1])
@@ -82,7 +82,7 @@ def test_neighbours_order_and_padding_do_not_move_a_bit(scorer, precision, rows)
         chosen = rng.permutation(len(rows))[:rng.integers(2, len(rows) + 1)]
         for index, scored in zip(chosen, scorer.score(params, [rows[index] for index in chosen]), strict=True):
             np.testing.assert_array_equal(scored.logprobs, alone[index])
-    placed = scorer._place(params)
+    placed = scorer.place(params)
     for length in sorted({scored.bucket.length for scored in scorer.score(params, rows)}):
         fitting = [row for row in rows if len(row) <= length][:scorer.rows]
         fills = [np.asarray(scorer._dispatch(scorer._score, placed, fitting, length, fill=fill)) for fill in (0, 15)]

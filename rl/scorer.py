@@ -131,6 +131,7 @@ class Scorer:
                        in_shardings=(self._parameter_shardings, rows, rows), out_shardings=rows)
 
     def _dispatch(self, program, params: Params, rows: Sequence[np.ndarray], length: int, fill: int = 0) -> jax.Array:
+        rows = rows or [np.zeros(0, np.int32)]  # a process without rows takes part in the others' call
         tokens = pad_rows(rows, length, fill=fill, num_rows=self._own_rows)
         lengths = np.asarray([len(row) for row in rows] + [0] * (self._own_rows - len(rows)))
         valid = np.arange(length)[None, :] < lengths[:, None]

@@ -195,8 +195,7 @@ class Loop:
         """Notes who holds tokens of the sampler's version, now that there will be no more of them."""
         rooms = self._rooms
         if rooms.probe.is_on:
-            held = [*rooms.rollouts.partial(), *rooms.admission.unscored()]
-            self._training.note_superseded(rooms.sampler.version, self._sampling, held)
+            self._training.note_superseded(rooms.sampler.version, self._sampling, self._unscored())
 
     def _serve(self) -> None:
         """Makes the newest version the sampler's. The ring keeps it as long as the sampler may write tokens with it."""
@@ -214,9 +213,12 @@ class Loop:
         for version in sorted(rooms.ring.pins):
             if rooms.ring.has_room():
                 return
-            unscored = [*rooms.rollouts.partial(), *rooms.admission.unscored()]
-            for group_id in sorted({trajectory.group_id for trajectory in unscored if version in trajectory.versions}):
+            for group_id in sorted({held.group_id for held in self._unscored() if version in held.versions}):
                 self._drop(group_id, DropReason.RING_FULL)
+
+    def _unscored(self) -> list[Trajectory]:
+        """What is not trained yet, in flight or finished."""
+        return [*self._rooms.rollouts.partial(), *self._rooms.admission.unscored()]
 
     def _drop(self, group_id: int, reason: DropReason) -> None:
         """Drops a group wherever it is, and lets go of its versions."""
@@ -288,7 +290,7 @@ class Loop:
     def _snapshot(self) -> tuple[Params, Params]:
         rooms = self._rooms
         if self.source.interrupts:
-            rooms.source.superseding(self.version, self.live, [*rooms.rollouts.partial(), *rooms.admission.unscored()])
+            rooms.source.superseding(self.version, self.live, self._unscored())
         live = rooms.learner.published()
         self._put(self.version + 1, live)
         return live, processes.own_copy(live, self._serving_shardings)
@@ -298,7 +300,8 @@ class Loop:
         rooms = self._rooms
         rooms.ring.put(version, live)
         rooms.source.published(version, live, rooms.learner.train_state.params)
-        self._training.note_published(version, rooms.ring.digest(version))
+        if rooms.source.exact:  # only exact anchors name their snapshot in the ledger
+            self._training.note_published(version, rooms.ring.digest(version))
 
     def offer(self, snapshot: tuple[Params, Params]) -> None:
         """Makes what was put into the ring the present version; the sampler takes it up when its next round begins."""

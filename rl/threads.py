@@ -268,18 +268,18 @@ class Repeat:
             case Operation.BEGIN_ROUND:
                 self._rolled = loop.roll(loop.max_decode_steps) if loop.begin_round() else None
             case Operation.END_ROUND:
-                self._require(self._rolled, "rolled on")
+                self._require(self._rolled is not None, "rolled on")
                 self.settle()
             case Operation.TAKE:
                 self._groups = loop.take()
                 self._facts = None if self._groups is None else loop.learn(self._groups)
             case Operation.END_STEP:
-                self._require(self._facts, "had a batch")
+                self._require(self._facts is not None, "had a batch")
                 if not loop.end_step(self._groups):
                     return loop.record(self._facts)
                 self._is_due = True
             case Operation.OFFER:
-                self._require(self._is_due or None, "published")
+                self._require(self._is_due, "published")
                 self._is_due = False
                 loop.offer(loop.snapshot())
                 return loop.record(self._facts)
@@ -287,7 +287,7 @@ class Repeat:
                 loop.state()
         return None
 
-    def _require(self, found, what: str) -> None:
-        if found is None:
+    def _require(self, is_so: bool, what: str) -> None:
+        if not is_so:
             raise RuntimeError(f"learner step {self._loop.step}: the recorded run {what} here, and this one cannot; repeat it "
                                "with its own config, commit and packages")

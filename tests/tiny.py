@@ -7,17 +7,14 @@ import pathlib
 import jax
 import numpy as np
 
+from launch.benches._small import small_config
 from launch.build import Foundation, build_loop
-from launch.config import Config, MeshOptions, SamplerOptions, SnapshotOptions
-from models.config import ModelConfig, Precision
-from models.tokenizer import ByteTokenizer
-from rl.environments import FrozenLakeOptions
-from rl.learner import LossOptions, OptimizerOptions, StepOptions
-from rl.loop import Loop, LoopOptions
-from rl.warmstart import WarmStartOptions
+from launch.config import Config, MeshOptions, SnapshotOptions
+from models.config import Precision
+from rl.learner import StepOptions
+from rl.loop import Loop
 
-MAX_TURNS = 5
-MAX_LENGTH = 1 + 7 * MAX_TURNS + 4  # a multiple of 8
+MAX_LENGTH = small_config().model.max_length
 
 
 def tiny_config(**changes) -> Config:
@@ -26,25 +23,11 @@ def tiny_config(**changes) -> Config:
     An untrained policy always plays out its turns, so the schedule is plain: the slots hold five batches, which finish together;
     from then on each learner step comes with one decode step, and a trajectory has five versions.
     """
-    config = Config(
-        model=ModelConfig(
-            vocab_size=ByteTokenizer.vocab_size,
-            vocab_multiple=8,
-            num_layers=1,
-            d_model=16,
-            d_ff=32,
-            num_heads=2,
-            num_kv_heads=2,
-            head_dim=8,
-            max_length=MAX_LENGTH,
-        ),
-        frozen_lake=FrozenLakeOptions(max_turns=MAX_TURNS),
-        warm_start=WarmStartOptions(updates=0),
-        optimizer=OptimizerOptions(learning_rate=3e-3),
-        loss=LossOptions(entropy_coefficient=0.01),  # moves the parameters though no game is won
+    small = small_config()
+    config = dataclasses.replace(
+        small,
         step=StepOptions(minibatches=2),
-        loop=LoopOptions(groups_per_step=4, group_size=2, max_staleness=4, decode_steps=1),
-        sampler=SamplerOptions(slots=40, decode_steps_per_call=1, refill_rows=8),
+        loop=dataclasses.replace(small.loop, max_staleness=4),
         snapshots=SnapshotOptions(ring_capacity=8, persist_every=2, score_rows=1, publish_dtype=Precision.FLOAT32),
         evaluation_episodes=8,
         steps=8,

@@ -118,6 +118,11 @@ class Loop:
         return processes.own_copy(self.live, self._serving_shardings)
 
     @property
+    def rooms(self) -> Rooms:
+        """What it conducts, for whoever looks on."""
+        return self._rooms
+
+    @property
     def probe(self) -> ExactnessProbe:
         """What is known of the run's exactness so far."""
         return self._rooms.probe

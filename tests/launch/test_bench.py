@@ -8,7 +8,7 @@ from launch import bench
 
 
 def test_names_and_help(capsys):
-    assert bench.names() == ["threads"]
+    assert bench.names() == ["old_logprobs", "threads"]
     assert bench.main([]) == 0
     printed = capsys.readouterr().out
     assert "usage" in printed and "threads" in printed
@@ -16,7 +16,7 @@ def test_names_and_help(capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["nosuch"], ["nosuch", "threads"]), (["threads", "--json", "no/such/place.json"], ["--json", "no/such"])],
+    [(["nosuch"], ["nosuch", "old_logprobs", "threads"]), (["threads", "--json", "no/such/place.json"], ["--json", "no/such"])],
 )
 def test_what_cannot_be_run_is_refused(capsys, arguments, words):
     assert bench.main(arguments) == 2
@@ -32,3 +32,24 @@ def test_threads_writes_its_figures(tmp_path, capsys):
     assert list(found) == ["share_of_ideal/0.02/0.02", "share_of_ideal/0.01/0.02", "share_of_ideal/0.02/0.01"]
     assert all(isinstance(value, float) and value > 0 for value in found.values())
     assert "share of ideal" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_old_logprobs_are_exact_where_they_claim_to_be(tmp_path):
+    figures, plot = tmp_path / "figures.json", tmp_path / "errors.png"
+    options = ["--episodes", "32", "--warm-start-updates", "20", "--repetitions", "2"]
+    assert bench.main(["old_logprobs", *options, "--json", str(figures), "--plot", str(plot)]) == 0
+    found = json.loads(figures.read_text())
+    assert plot.stat().st_size > 1000
+    ages = (0, 1, 2, 4, 8)
+    for age in ages:
+        for source in ("snapshot", "dedicated", "interrupt"):
+            assert found[f"error_max/{source}/{age}"] == 0.0
+        assert found[f"error_mean/sampler/{age}"] == pytest.approx(found[f"engine_numerics/{age}"], rel=1e-6)
+        assert found[f"error_mean/ewma_w0/{age}"] == found[f"error_mean/recompute/{age}"]
+    assert found["error_max/recompute/0"] == 0.0 and found["error_max/lagged/1"] == 0.0
+    assert found["error_mean/interpolate/0"] == pytest.approx(found["engine_numerics/0"], rel=1e-6)
+    for source in ("recompute", "ewma", "interpolate", "lagged"):
+        assert found[f"error_mean/{source}/8"] > found[f"error_mean/{source}/2"] > 1e-4
+    assert found["error_mean/lagged/0"] > 1e-4
+    assert found["padded_over_scored/1"] >= 1 and found["replay_over_recompute"] > 0

@@ -1,0 +1,246 @@
+"""Old logprobs: how far each source's anchor is from the exact one, by staleness, and what exactness costs.
+
+A policy is trained for some steps. Then each of its past versions plays the same games, and every source anchors them for a
+learner step of two minibatches at the present version: as old as the version is, so stale are the tokens. The error is the
+distance from the exact old logprob, over all trained tokens of both minibatches. Timed side by side on one batch: the replay of 1
+and of 5 versions, one a trajectory, against scoring it once under the present version.
+"""
+
+import contextlib
+import dataclasses
+import math
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from launch.build import Foundation, build_loop
+from launch.config import Config, load_config
+from launch.display import Display
+from models.transformer import Params
+from rl.batching import make_batch
+from rl.decomposition import Decomposition
+from rl.environments import Split
+from rl.evaluation import evaluate
+from rl.learner import Learner
+from rl.old_logprobs import EwmaOptions, OldLogprobSource, SourceName
+from rl.old_logprobs.exact import DedicatedSource
+from rl.sampler import Sampler
+from rl.scorer import Scorer
+from rl.snapshots import SnapshotRing
+from rl.types import Trajectory
+from rl.warmstart import warm_start
+
+STALENESS = (0, 1, 2, 4, 8)
+WINDOWLESS = "ewma_w0"
+"""EWMA with a window of no publishes: it must be what recompute is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The policy and the games."""
+
+    episodes: int = 64
+    warm_start_updates: int = 60
+    learning_rate: float = 1e-3
+    repetitions: int = 9  # of each timing
+    seed: int = 0
+    plot: pathlib.Path | None = None  # also draw the errors here
+
+
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """What a run leaves: its versions, and what each of those that are compared played."""
+
+    foundation: Foundation
+    learner_state: dict
+    ring: SnapshotRing
+    scorer: Scorer
+    episodes: dict[int, list[Trajectory]]  # by staleness
+
+    @property
+    def version(self) -> int:
+        """Of the learner."""
+        return self.ring.versions[-1]
+
+    @property
+    def live(self) -> Params:
+        return self.ring.get(self.version)
+
+
+def run(options: Options, display: Display) -> dict[str, float]:
+    """Figures: `error_mean/SOURCE/STALENESS`, `error_max/...` and `engine_numerics/STALENESS` in nats, `replay_over_recompute/K`
+    for K versions in the batch and the larger of them without a number, `padded_over_scored/K`."""
+    past = _play(options, display)
+    figures = {}
+    for name in (*(source.value for source in SourceName), WINDOWLESS):
+        display.phase(f"errors of {name}")
+        figures |= _errors(past, name)
+    display.phase("replay against recompute")
+    figures |= _costs(past, options.repetitions)
+    _show(figures, display)
+    if options.plot is not None:
+        _draw(figures, options.plot)
+    return figures
+
+
+def _config(options: Options) -> Config:
+    config = load_config("quickstart")
+    return dataclasses.replace(
+        config,
+        seed=options.seed,
+        warm_start=dataclasses.replace(config.warm_start, updates=options.warm_start_updates),
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=options.learning_rate, decay_updates=None),
+        step=dataclasses.replace(config.step, minibatches=2),
+        snapshots=dataclasses.replace(
+            config.snapshots, ring_capacity=2 * max(STALENESS), exactness_every=0, decompose_every=0, score_rows=16
+        ),
+        length_buckets=1,
+    )
+
+
+def _play(options: Options, display: Display) -> Past:
+    """Trains, and lets the versions that are compared play."""
+    config = _config(options)
+    foundation = Foundation.of(config)
+    make_sampler, scorer = foundation.sampler_factory(), foundation.scorer()
+    display.phase(f"warm start, {options.warm_start_updates} updates")
+    environments = config.environment_factory(Split.TRAIN)
+    params = warm_start(
+        foundation.model, foundation.initial_params(), foundation.mesh, environments, config.warm_start, seed=config.seed,
+        lengths=foundation.lengths,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory:
+        loop = build_loop(foundation, pathlib.Path(directory), make_sampler(), scorer)
+        with contextlib.closing(loop):
+            loop.start(params)
+            display.phase(f"training, {max(STALENESS) + 2} learner steps")
+            loop.run(max(STALENESS) + 2)
+            past = Past(foundation, loop.rooms.learner.state(), loop.rooms.ring, scorer, {})
+            for staleness in STALENESS:
+                display.phase(f"version {past.version - staleness} plays")
+                past.episodes[staleness] = _episodes(past, make_sampler(), past.version - staleness, options.episodes)
+    return past
+
+
+def _episodes(past: Past, sampler: Sampler, version: int, num_episodes: int) -> list[Trajectory]:
+    config = past.foundation.config
+    sampler.publish(version, past.ring.get(version))
+    environments = config.environment_factory(Split.HELD_OUT)
+    return evaluate(
+        sampler, environments, num_episodes=num_episodes, greedy=False, max_length=config.model.max_length
+    ).trajectories
+
+
+def _make(past: Past, name: str) -> OldLogprobSource:
+    if name == SourceName.DEDICATED.value:
+        return DedicatedSource(past.ring, past.scorer)  # a thread of its own; the devices may be the same
+    foundation = past.foundation
+    config = foundation.config
+    source = SourceName.EWMA if name == WINDOWLESS else SourceName(name)
+    config = dataclasses.replace(
+        config,
+        ewma=EwmaOptions(window=0) if name == WINDOWLESS else EwmaOptions(),
+        snapshots=dataclasses.replace(config.snapshots, old_logprobs=source),
+    )
+    return dataclasses.replace(foundation, config=config).source(past.ring, past.scorer)
+
+
+def _errors(past: Past, name: str) -> dict[str, float]:
+    learner, figures = past.foundation.learner(_make(past, name)), {}
+    for staleness, episodes in past.episodes.items():
+        source = _make(past, name)
+        learner.restore(past.learner_state)
+        for version in past.ring.versions:
+            params = past.ring.get(version)
+            source.published(version, params, params)
+            if version < past.version:
+                source.superseding(version, params, episodes)
+        with contextlib.closing(source):
+            found = _decompose(past, source, learner, episodes)
+        figures[f"error_mean/{name}/{staleness}"] = found["approximation_error_mean"]
+        figures[f"error_max/{name}/{staleness}"] = found["approximation_error_max"]
+        if name == SourceName.SNAPSHOT.value:
+            figures[f"engine_numerics/{staleness}"] = found["engine_numerics"]
+    return figures
+
+
+def _decompose(past: Past, source: OldLogprobSource, learner: Learner, episodes: list[Trajectory]) -> dict:
+    """One learner step on the episodes, with its log ratios taken apart."""
+    version, live = past.version, past.live
+    anchored = source.anchor(episodes, version, live)
+    decomposition = Decomposition(learner, source, past.ring, past.scorer, every=1)
+    decomposition.begin(anchored, version, live)
+    advantages = np.random.default_rng(0).normal(size=len(episodes)).astype(np.float32)
+    batch = make_batch(
+        anchored.trajectories,
+        proximal_logprobs=anchored.proximal_logprobs,
+        advantages=advantages,
+        num_rows=len(episodes),
+        length=past.foundation.lengths[-1],
+    )
+    return decomposition.finish(learner.step(batch, version=version, before_update=decomposition.before_update).forwards)
+
+
+def _costs(past: Past, repetitions: int) -> dict[str, float]:
+    replay, recompute = _make(past, SourceName.SNAPSHOT.value), _make(past, SourceName.RECOMPUTE.value)
+    figures = {}
+    for num_versions in (1, 5):
+        ages = list(past.episodes.values())[:num_versions]
+        episodes = [ages[index % num_versions][index] for index in range(len(ages[0]))]
+        ratios = []
+        for _ in range(repetitions + 1):
+            seconds = [_seconds(source.anchor, episodes, past.version, past.live) for source in (replay, recompute)]
+            ratios.append(seconds[0] / seconds[1])
+        replay.take_cost()
+        replay.anchor(episodes, past.version, past.live)
+        cost = replay.take_cost()
+        figures[f"replay_over_recompute/{num_versions}"] = statistics.median(ratios[1:])  # the first one compiles
+        figures[f"padded_over_scored/{num_versions}"] = cost.padded_tokens / cost.scored_tokens
+    figures["replay_over_recompute"] = max(figures[f"replay_over_recompute/{count}"] for count in (1, 5))
+    return figures
+
+
+def _seconds(function: Callable, *arguments) -> float:
+    started = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - started
+
+
+def _show(figures: dict[str, float], display: Display) -> None:
+    names = [*(source.value for source in SourceName), WINDOWLESS]
+    for kind in ("mean", "max"):
+        rows = [("staleness", *map(str, STALENESS))]
+        rows += [(name, *(_nats(figures[f"error_{kind}/{name}/{age}"]) for age in STALENESS)) for name in names]
+        display.table(f"{kind} distance from the exact old logprobs, nats", rows)
+    rows = [("versions in the batch", "replay / recompute", "padded / scored tokens")]
+    for count in (1, 5):
+        ratio, padded = (figures[f"{name}/{count}"] for name in ("replay_over_recompute", "padded_over_scored"))
+        rows.append((str(count), f"{ratio:.2f}", f"{padded:.2f}"))
+    display.table("cost of the replay", rows)
+
+
+def _nats(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def _draw(figures: dict[str, float], path: pathlib.Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot wants matplotlib; pip install -e '.[notebooks]'") from error
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for source in SourceName:
+        errors = [figures[f"error_mean/{source.value}/{age}"] for age in STALENESS]
+        is_exact = math.fsum(errors) == 0
+        axes.plot(STALENESS, errors, marker="o", label=source.value, linestyle="--" if is_exact else "-")
+    axes.set_yscale("symlog", linthresh=1e-7)
+    axes.set_ylim(bottom=-2e-8)
+    axes.set(xlabel="staleness (versions)", ylabel="distance from the exact old logprob (nats)", xticks=STALENESS)
+    axes.legend(ncols=2, frameon=False, fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

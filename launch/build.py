@@ -142,6 +142,7 @@ class Foundation:
             config.snapshots.old_logprobs,
             ring=ring,
             scorer=scorer,
+            gone=config.snapshots.version_gone,
             interpolation=config.snapshots.interpolation,
             ewma=config.ewma,
             max_staleness=config.loop.max_staleness,

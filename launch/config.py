@@ -28,8 +28,8 @@ from rl.environments import (
     make,
 )
 from rl.learner import LossOptions, OptimizerOptions, StepOptions
-from rl.loop import LoopOptions, Schedule
-from rl.old_logprobs import EwmaOptions, Interpolation, SourceName
+from rl.loop import LoopOptions, RingFullPolicy, Schedule
+from rl.old_logprobs import EwmaOptions, GonePolicy, Interpolation, SourceName
 from rl.sampler import Swap
 from rl.snapshots import check_capacity
 from rl.warmstart import WarmStartOptions
@@ -65,7 +65,8 @@ class SnapshotOptions:
     old_logprobs: SourceName = SourceName.SNAPSHOT  # where the proximal logprobs come from
     scorer_devices: int = 0  # for --old-logprobs dedicated: devices of its own, after those of learner and sampler
     interpolation: Interpolation = Interpolation.A3PO  # for --old-logprobs interpolate
-    ring_capacity: int = 8  # versions; at least max_staleness + 1
+    ring_capacity: int = 8  # versions; at least max_staleness + 1, unless full rings evict and gone versions are no error
+    version_gone: GonePolicy = GonePolicy.ERROR  # what becomes of tokens whose version was let go before they were scored
     persist_every: int = 4  # every so many versions one is written to disk, for the audit
     score_rows: int = 1  # rows a device in one scored call; part of the bucket
     exactness_every: int = 1  # of the trajectories, one in so many is also scored live and compared; 0: none
@@ -259,4 +260,11 @@ def _check_source(config: Config) -> None:
             raise ConfigError(
                 "--ring-capacity is 1, wanted 2 or more with --schedule threads: one version serves while one is put"
             )
-        check_capacity(snapshots.ring_capacity, config.loop.max_staleness)
+        may_miss = config.loop.ring_full is RingFullPolicy.EVICT and snapshots.version_gone is not GonePolicy.ERROR
+        if not may_miss:
+            check_capacity(snapshots.ring_capacity, config.loop.max_staleness)
+        elif is_dedicated and snapshots.ring_capacity < wanted:
+            raise ConfigError(
+                f"--ring-capacity is {snapshots.ring_capacity}, wanted {wanted} or more with --old-logprobs dedicated: which of "
+                "the tokens have been scored when their version is evicted would be a matter of chance"
+            )

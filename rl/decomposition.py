@@ -16,7 +16,7 @@ import numpy as np
 
 from models.transformer import Params
 from rl.learner import Forward, Learner
-from rl.old_logprobs import Anchored, OldLogprobSource
+from rl.old_logprobs import Anchored, GonePolicy, OldLogprobSource
 from rl.old_logprobs.exact import SnapshotSource
 from rl.scorer import Scorer
 from rl.snapshots import SnapshotRing
@@ -46,7 +46,7 @@ class Decomposition:
 
     def __init__(self, learner: Learner, source: OldLogprobSource, ring: SnapshotRing, scorer: Scorer, *, every: int):
         self._learner, self._source, self._scorer, self._every = learner, source, scorer, every
-        self._exact = SnapshotSource(ring, scorer)
+        self._exact = SnapshotSource(ring, scorer, GonePolicy.MASK)  # what cannot be known is left out
         self._rows: dict[int, _Row] = {}  # by its place in the batch
         self._version = 0
 

@@ -5,12 +5,12 @@ While a version is live, `record` scores with it the trajectories that hold its 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from models.transformer import Params
-from rl.old_logprobs import VersionScore, score_version
+from rl.old_logprobs import Anchored, VersionScore, score_version
 from rl.scorer import Bucket, Scorer
 from rl.types import Trajectory
 
@@ -45,16 +45,16 @@ class ExactnessProbe:
         for trajectory, scored in zip(holders, score_version(self._scorer, params, version, holders), strict=True):
             self._live[trajectory.request_id, version] = scored
 
-    def check(self, trajectories: Sequence[Trajectory]) -> float:
+    def check(self, anchored: Anchored) -> float:
         """The largest difference, in nats, between exact old logprobs and what was recorded live; records are dropped.
 
         A trajectory trained before its last version was superseded has no record of that version yet: it was replayed live.
         """
         error = 0.0
-        for trajectory in trajectories:
+        for trajectory, scored in zip(anchored.trajectories, anchored.buckets, strict=True):
             for version in trajectory.versions:
                 live = self._live.pop((trajectory.request_id, version), None)
-                if live is None:
+                if live is None or version not in scored:
                     continue
                 replayed = trajectory.old_logprobs[trajectory.policy_versions == version]
                 difference = np.abs(replayed.astype(np.float64) - live.logprobs)

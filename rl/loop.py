@@ -29,7 +29,7 @@ from rl.advantages import AdvantageEstimator
 from rl.environments import Fault
 from rl.exactness import ExactnessProbe
 from rl.metrics import combine
-from rl.old_logprobs import OldLogprobSource
+from rl.old_logprobs import COSTLY, OldLogprobSource
 from rl.rollout import RolloutStep
 from rl.rooms import Rooms
 from rl.training import Training
@@ -47,10 +47,14 @@ class Schedule(enum.Enum):
 
 
 class RingFullPolicy(enum.Enum):
-    """What happens when pinned versions fill the ring at a publish. The learner trains on and the version stays, either way."""
+    """What happens when pinned versions fill the ring at a publish. The learner trains on, whatever it is.
+
+    An evicted version was older than `max_staleness` if the ring holds more versions than that: no trained token misses it.
+    """
 
     SKIP_PUBLISH = "skip_publish"  # nothing else
     DROP_STALEST = "drop_stalest"  # groups holding the oldest versions are dropped, so that the next publish finds room
+    EVICT = "evict"  # the oldest version leaves, and what holds tokens of it finds it gone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Loop:
         self.version = 0  # of the learner; the sampler's follows
         self._next_group = 0
         self._skipped_publishes = 0
+        self._evicted_versions = 0
         self._tokens_generated = 0  # since the last row of metrics
         self._failures = dict.fromkeys(Fault, 0)  # of environments
         self._last_failure: str | None = None
@@ -277,7 +282,11 @@ class Loop:
         self.step += 1
         if self.step % self._options.publish_every:
             return False
-        if self._rooms.ring.make_room():
+        rooms = self._rooms
+        if rooms.ring.make_room():
+            return True
+        if self._options.ring_full is RingFullPolicy.EVICT and rooms.ring.evict(keep=rooms.sampler.version):
+            self._evicted_versions += 1
             return True
         self._skipped_publishes += 1
         self._wants_room = self._options.ring_full is RingFullPolicy.DROP_STALEST
@@ -318,15 +327,21 @@ class Loop:
         rooms, elapsed = self._rooms, time.perf_counter() - self._recorded
         failures = {f"environment_{fault.value}": count for fault, count in self._failures.items()}
         cost = rooms.source.take_cost()
-        for name in ("fetch", "score", "stall"):
+        for name in COSTLY:
             self._seconds[name] = cost.seconds[name]
-        counted = {"scored_tokens": cost.scored_tokens, "padded_tokens": cost.padded_tokens}
-        own = {**facts.pop("own"), **counted, "tokens_generated": self._tokens_generated, **failures, **rooms.admission.metrics()}
+        own = {
+            **facts.pop("own"),
+            **cost.counts(),
+            "tokens_generated": self._tokens_generated,
+            **failures,
+            **rooms.admission.metrics(),
+        }
         row = {
             **facts,
             **combine([json.loads(content) for content in processes.gather_bytes(json.dumps(own).encode())]),
             "environment_last_failure": self._last_failure,
             "skipped_publishes": self._skipped_publishes,
+            "evicted_versions": self._evicted_versions,
             "exactness_error_max": rooms.probe.max_error,
             **rooms.source.metrics(),
             "ring_versions": len(rooms.ring.versions),
@@ -398,6 +413,7 @@ class Loop:
             "version": self.version,
             "next_group": self._next_group,
             "skipped_publishes": self._skipped_publishes,
+            "evicted_versions": self._evicted_versions,
             "tokens_generated": self._tokens_generated,
             "failures": {fault.value: count for fault, count in self._failures.items()},
             "last_failure": self._last_failure,
@@ -416,7 +432,7 @@ class Loop:
         self.step, self.version, self._next_group = state["step"], state["version"], state["next_group"]
         self._skipped_publishes, self._tokens_generated = state["skipped_publishes"], state["tokens_generated"]
         self._failures = {fault: state["failures"][fault.value] for fault in Fault}
-        self._last_failure = state["last_failure"]
+        self._last_failure, self._evicted_versions = state["last_failure"], state["evicted_versions"]
         self._wants_room = state["wants_room"]
         self._news = None
         rooms.learner.restore(shared["learner"])

@@ -9,7 +9,7 @@ and why nothing is ever scored in a program that also does something else, such 
 import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -67,10 +67,14 @@ class Scorer:
         self.num_padded_tokens = 0
 
     def score(self, params: Params, rows: Sequence[np.ndarray]) -> list[RowScore]:
-        """Scores rows of int32 tokens [T], each in the smallest bucket that holds it.
+        """Scores rows of int32 tokens [T], each in the smallest bucket that holds it. Collective, as `start` is."""
+        return self.start(params, rows)()
 
-        Rows of one bucket share calls, ceil(rows / bucket rows) of them; all calls are dispatched before any result is read. With
-        several processes this is collective: the one with the most rows decides about the number of calls.
+    def start(self, params: Params, rows: Sequence[np.ndarray]) -> Callable[[], list[RowScore]]:
+        """Sends rows to be scored, and returns the function that waits for their scores: the host can do other things meanwhile.
+
+        Rows of one bucket share calls, ceil(rows / bucket rows) of them. With several processes this is collective: the one with
+        the most rows decides about the number of calls.
         """
         by_length: dict[int, list[int]] = {length: [] for length in self.lengths}
         for index, row in enumerate(rows):
@@ -83,6 +87,11 @@ class Scorer:
             params = self.place(params)
             pending = [self._dispatch(self._score, params, [rows[index] for index in indices], length)
                        for length, indices in calls]
+        return functools.partial(self._collect, rows, calls, pending)
+
+    def _collect(
+        self, rows: Sequence[np.ndarray], calls: list[tuple[int, list[int]]], pending: list[jax.Array]
+    ) -> list[RowScore]:
         scores: list[RowScore | None] = [None] * len(rows)
         for (length, indices), logprobs in zip(calls, pending, strict=True):
             logprobs = processes.own_rows(logprobs)

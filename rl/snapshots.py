@@ -6,13 +6,14 @@
     ring.release(versions)         when the trajectory is scored or dropped
 
 When the ring is full, `put` first lets the oldest version go that nobody pins. If every version that could go is pinned, it
-refuses and changes nothing: the caller skips the publish or drops the stalest trajectories. So a pinned version never disappears.
+refuses and changes nothing: the caller skips the publish, drops the stalest trajectories, or evicts. So a pinned version never
+disappears unless somebody says so.
 """
 
 import collections
 import operator
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from rl import processes, snapshot_store
 
@@ -92,14 +93,24 @@ class SnapshotRing:
         Collective with several processes: their rings hold the same versions, and one leaves only if none of them pins it.
         """
         with self._lock:
-            if len(self._copies) < self.capacity:
-                return True
-            candidates = self._candidates()
-            is_pinned = processes.gather([self._pins[version] > 0 for version in candidates]).any(axis=0)
-            leaving = next((version for version, pinned in zip(candidates, is_pinned, strict=True) if not pinned), None)
-            if leaving is not None:
-                del self._copies[leaving]
-            return leaving is not None
+            return len(self._copies) < self.capacity or self._let_go(lambda version: self._pins[version] == 0)
+
+    def evict(self, *, keep: int) -> bool:
+        """Lets the oldest version go, pinned or not, but for `keep`; returns whether one has gone. Collective, as above.
+
+        Whoever pinned it releases it as ever; who gets it meanwhile is told that it is gone.
+        """
+        with self._lock:
+            return self._let_go(lambda version: version != keep)
+
+    def _let_go(self, may_leave: Callable[[int], bool]) -> bool:
+        """The oldest version leaves that may do so everywhere, if there is one."""
+        candidates = self._candidates()
+        may = processes.gather([may_leave(version) for version in candidates]).all(axis=0)
+        leaving = next((version for version, free in zip(candidates, may, strict=True) if free), None)
+        if leaving is not None:
+            del self._copies[leaving]
+        return leaving is not None
 
     def put(self, version: int, params: dict) -> None:
         """Copies the parameters of a new version; the caller may donate them at once.
@@ -137,13 +148,7 @@ class SnapshotRing:
         return self._copy(version).to_device()
 
     def held_by_any(self, versions: Collection[int]) -> list[int]:
-        """The versions that this process or any other one names, newest first. Collective with several processes.
-
-        Raises:
-          VersionGone: the ring does not hold one of this process's.
-        """
-        for version in sorted(versions):
-            self._copy(version)
+        """The versions of the ring that this process or any other one names, newest first. Collective with several processes."""
         in_ring = self.versions
         is_held = processes.gather([version in versions for version in in_ring]).any(axis=0)
         return [version for version, held in zip(reversed(in_ring), reversed(is_held), strict=True) if held]
@@ -209,8 +214,7 @@ class SnapshotRing:
         if self._store is not None:
             self._store.wait()
         with self._lock:
-            copies = dict(self._copies)
-            pins = self.pins
+            copies, pins = dict(self._copies), dict(self._pins)
         return {
             "versions": list(copies),
             "pins": {str(version): count for version, count in pins.items()},
@@ -241,7 +245,7 @@ class SnapshotRing:
         with self._lock:
             if version not in self._copies:
                 raise VersionGone(f"version {version} is not in the ring, which holds {list(self._copies)}; "
-                                  "pin a version as soon as a token of it exists, or mask the token and count it")
+                                  "pin a version as soon as a token of it exists")
             return self._copies[version]
 
     def _candidates(self) -> list[int]:

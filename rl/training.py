@@ -82,7 +82,7 @@ class Training:
         self.settle_probe()
         anchored = rooms.source.anchor(trajectories, version, live)
         if rooms.source.exact:
-            rooms.probe.check(anchored.trajectories)
+            rooms.probe.check(anchored)
         if rooms.decomposition.is_on:
             rooms.decomposition.begin(anchored, version, live)
         self._write_ledger(anchored, step, version)

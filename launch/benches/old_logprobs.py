@@ -2,13 +2,13 @@
 
 A policy is trained for some steps. Then each of its past versions plays the same games, and every source anchors them for a
 learner step of two minibatches at the present version: as old as the version is, so stale are the tokens. The error is the
-distance from the exact old logprob, over all trained tokens of both minibatches. Timed side by side on one batch: the replay of 1
-and of 5 versions, one a trajectory, against scoring it once under the present version.
+distance from the exact old logprob, over all trained tokens of both minibatches. Timed side by side on one batch, with a model
+that is large enough for its arithmetic to take most of the time: the replay of 1 and of 5 versions, one a trajectory, against
+scoring everything once under the present version, in buckets of one row.
 """
 
 import contextlib
 import dataclasses
-import math
 import pathlib
 import statistics
 import tempfile
@@ -25,9 +25,10 @@ from rl.batching import make_batch
 from rl.decomposition import Decomposition
 from rl.environments import Split
 from rl.evaluation import evaluate
-from rl.learner import Learner
+from rl.learner import Learner, publish_cast
 from rl.old_logprobs import EwmaOptions, OldLogprobSource, SourceName
-from rl.old_logprobs.exact import DedicatedSource
+from rl.old_logprobs.approximate import RecomputeSource
+from rl.old_logprobs.exact import DedicatedSource, SnapshotSource
 from rl.sampler import Sampler
 from rl.scorer import Scorer
 from rl.snapshots import SnapshotRing
@@ -37,6 +38,10 @@ from rl.warmstart import warm_start
 STALENESS = (0, 1, 2, 4, 8)
 WINDOWLESS = "ewma_w0"
 """EWMA with a window of no publishes: it must be what recompute is."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#F0E442", "#000000")  # Okabe and Ito's
+MARKERS = "os^vDPX*"
+NUM_VERSIONS = (1, 5)
+"""In the batch whose replay is timed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Options:
 
     episodes: int = 64
     warm_start_updates: int = 60
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
+    learner_steps: int = 16  # before the comparison
     repetitions: int = 9  # of each timing
     seed: int = 0
     plot: pathlib.Path | None = None  # also draw the errors here
@@ -73,12 +79,19 @@ class Past:
 
 def run(options: Options, display: Display) -> dict[str, float]:
     """Figures: `error_mean/SOURCE/STALENESS`, `error_max/...` and `engine_numerics/STALENESS` in nats, `replay_over_recompute/K`
-    for K versions in the batch and the larger of them without a number, `padded_over_scored/K`."""
+    and `padded_over_scored/K` for K versions in the batch, and the larger ones without a number."""
+    if options.learner_steps < max(STALENESS):
+        raise ValueError(f"--learner-steps is {options.learner_steps}, wanted {max(STALENESS)} or more: as old are the stalest")
     past = _play(options, display)
     figures = {}
+    learners = {}  # what acts inside the step is compiled into it; the others share one
     for name in (*(source.value for source in SourceName), WINDOWLESS):
         display.phase(f"errors of {name}")
-        figures |= _errors(past, name)
+        source = _make(past, name)
+        inside = name if source.inside else None
+        if inside not in learners:
+            learners[inside] = past.foundation.learner(source)
+        figures |= _errors(past, name, learners[inside])
     display.phase("replay against recompute")
     figures |= _costs(past, options.repetitions)
     _show(figures, display)
@@ -117,8 +130,8 @@ def _play(options: Options, display: Display) -> Past:
         loop = build_loop(foundation, pathlib.Path(directory), make_sampler(), scorer)
         with contextlib.closing(loop):
             loop.start(params)
-            display.phase(f"training, {max(STALENESS) + 2} learner steps")
-            loop.run(max(STALENESS) + 2)
+            display.phase(f"training, {options.learner_steps} learner steps")
+            loop.run(options.learner_steps)
             past = Past(foundation, loop.rooms.learner.state(), loop.rooms.ring, scorer, {})
             for staleness in STALENESS:
                 display.phase(f"version {past.version - staleness} plays")
@@ -149,8 +162,8 @@ def _make(past: Past, name: str) -> OldLogprobSource:
     return dataclasses.replace(foundation, config=config).source(past.ring, past.scorer)
 
 
-def _errors(past: Past, name: str) -> dict[str, float]:
-    learner, figures = past.foundation.learner(_make(past, name)), {}
+def _errors(past: Past, name: str, learner: Learner) -> dict[str, float]:
+    figures = {}
     for staleness, episodes in past.episodes.items():
         source = _make(past, name)
         learner.restore(past.learner_state)
@@ -186,21 +199,33 @@ def _decompose(past: Past, source: OldLogprobSource, learner: Learner, episodes:
 
 
 def _costs(past: Past, repetitions: int) -> dict[str, float]:
-    replay, recompute = _make(past, SourceName.SNAPSHOT.value), _make(past, SourceName.RECOMPUTE.value)
-    figures = {}
-    for num_versions in (1, 5):
-        ages = list(past.episodes.values())[:num_versions]
-        episodes = [ages[index % num_versions][index] for index in range(len(ages[0]))]
+    config = past.foundation.config
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, num_layers=4, d_model=256, d_ff=768, head_dim=64),
+        snapshots=dataclasses.replace(config.snapshots, score_rows=1),
+        length_buckets=6,
+    )
+    foundation = Foundation.of(config)
+    ring, scorer, figures = SnapshotRing(past.ring.capacity), foundation.scorer(), {}
+    live = publish_cast(foundation.initial_params(), config.snapshots.publish_dtype)
+    for version in past.ring.versions:
+        ring.put(version, live)
+    replay, recompute = SnapshotSource(ring, scorer), RecomputeSource(scorer)
+    for count in NUM_VERSIONS:
+        ages = list(past.episodes.values())[:count]
+        episodes = [ages[index % count][index] for index in range(len(ages[0]))]
         ratios = []
         for _ in range(repetitions + 1):
-            seconds = [_seconds(source.anchor, episodes, past.version, past.live) for source in (replay, recompute)]
+            seconds = [_seconds(source.anchor, episodes, past.version, live) for source in (replay, recompute)]
             ratios.append(seconds[0] / seconds[1])
         replay.take_cost()
-        replay.anchor(episodes, past.version, past.live)
+        replay.anchor(episodes, past.version, live)
         cost = replay.take_cost()
-        figures[f"replay_over_recompute/{num_versions}"] = statistics.median(ratios[1:])  # the first one compiles
-        figures[f"padded_over_scored/{num_versions}"] = cost.padded_tokens / cost.scored_tokens
-    figures["replay_over_recompute"] = max(figures[f"replay_over_recompute/{count}"] for count in (1, 5))
+        figures[f"replay_over_recompute/{count}"] = statistics.median(ratios[1:])  # the first one compiles
+        figures[f"padded_over_scored/{count}"] = cost.padded_tokens / cost.scored_tokens
+    for name in ("replay_over_recompute", "padded_over_scored"):
+        figures[name] = max(figures[f"{name}/{count}"] for count in NUM_VERSIONS)
     return figures
 
 
@@ -217,7 +242,7 @@ def _show(figures: dict[str, float], display: Display) -> None:
         rows += [(name, *(_nats(figures[f"error_{kind}/{name}/{age}"]) for age in STALENESS)) for name in names]
         display.table(f"{kind} distance from the exact old logprobs, nats", rows)
     rows = [("versions in the batch", "replay / recompute", "padded / scored tokens")]
-    for count in (1, 5):
+    for count in NUM_VERSIONS:
         ratio, padded = (figures[f"{name}/{count}"] for name in ("replay_over_recompute", "padded_over_scored"))
         rows.append((str(count), f"{ratio:.2f}", f"{padded:.2f}"))
     display.table("cost of the replay", rows)
@@ -232,15 +257,18 @@ def _draw(figures: dict[str, float], path: pathlib.Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("--plot wants matplotlib; pip install -e '.[notebooks]'") from error
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.subplots()
-    for source in SourceName:
-        errors = [figures[f"error_mean/{source.value}/{age}"] for age in STALENESS]
-        is_exact = math.fsum(errors) == 0
-        axes.plot(STALENESS, errors, marker="o", label=source.value, linestyle="--" if is_exact else "-")
+    lines = {source.value: [figures[f"error_mean/{source.value}/{age}"] for age in STALENESS] for source in SourceName}
+    exact = [name for name, errors in lines.items() if not any(errors)]
+    axes.plot(STALENESS, [0] * len(STALENESS), color="black", linewidth=2.5, label=", ".join(exact), clip_on=False)
+    others = [(name, errors) for name, errors in lines.items() if name not in exact]
+    for (name, errors), colour, marker in zip(others, COLOURS, MARKERS, strict=False):
+        axes.plot(STALENESS, errors, color=colour, marker=marker, label=name, clip_on=False)
     axes.set_yscale("symlog", linthresh=1e-7)
-    axes.set_ylim(bottom=-2e-8)
-    axes.set(xlabel="staleness (versions)", ylabel="distance from the exact old logprob (nats)", xticks=STALENESS)
-    axes.legend(ncols=2, frameon=False, fontsize="small")
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="staleness (versions)", ylabel="mean distance from the exact\nold logprob (nats)", xticks=STALENESS)
+    figure.legend(loc="outside right center", frameon=False)
+    axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

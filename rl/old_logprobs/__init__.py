@@ -17,17 +17,28 @@ from rl.old_logprobs.approximate import (
     RecomputeSource,
     SamplerSource,
 )
-from rl.old_logprobs.base import Anchored, Cost, OldLogprobSource, SourceName, VersionScore, score_version
+from rl.old_logprobs.base import (
+    COSTLY,
+    Anchored,
+    Cost,
+    GonePolicy,
+    OldLogprobSource,
+    SourceName,
+    VersionScore,
+    score_version,
+)
 from rl.old_logprobs.exact import DedicatedSource, InterruptSource, SnapshotSource
 from rl.old_logprobs.interpolation import Interpolation
 from rl.scorer import Scorer
 from rl.snapshots import SnapshotRing
 
 __all__ = [
+    "COSTLY",
     "Anchored",
     "Cost",
     "EwmaAverage",
     "EwmaOptions",
+    "GonePolicy",
     "Interpolation",
     "OldLogprobSource",
     "SourceName",
@@ -42,6 +53,7 @@ def make_source(
     *,
     ring: SnapshotRing,
     scorer: Scorer,
+    gone: GonePolicy,
     interpolation: Interpolation,
     ewma: EwmaOptions,
     max_staleness: int,
@@ -50,11 +62,11 @@ def make_source(
     """The source of a name, with what it needs; a dedicated one wants its `scorer` on devices of its own."""
     match name:
         case SourceName.SNAPSHOT:
-            return SnapshotSource(ring, scorer)
+            return SnapshotSource(ring, scorer, gone)
         case SourceName.DEDICATED:
-            return DedicatedSource(ring, scorer)
+            return DedicatedSource(ring, scorer, gone)
         case SourceName.INTERRUPT:
-            return InterruptSource(scorer)
+            return InterruptSource(scorer, gone)
         case SourceName.EWMA:
             return EwmaSource(scorer, ewma, max_staleness=max_staleness, precision=precision)
         case SourceName.INTERPOLATE:

@@ -3,8 +3,9 @@
 import collections
 import dataclasses
 import enum
+import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -28,9 +29,17 @@ class SourceName(enum.Enum):
     SAMPLER = "sampler"  # approximate: the sampling engine's own logprobs
 
 
+class GonePolicy(enum.Enum):
+    """What becomes of a trajectory when a version that it needs was let go before it was scored. Nothing takes its place."""
+
+    ERROR = "error"  # the run ends
+    DROP = "drop"  # the trajectory leaves the loss
+    MASK = "mask"  # the tokens of that version leave the loss
+
+
 @dataclasses.dataclass(frozen=True)
 class Anchored:
-    """Trajectories with their anchors; an exact source has filled `old_logprobs`."""
+    """Trajectories with their anchors; an exact source has filled `old_logprobs`, and masked out what it cannot know."""
 
     trajectories: list[Trajectory]
     proximal_logprobs: list[np.ndarray]  # float32 [T] each
@@ -47,7 +56,13 @@ class Cost:
 
     scored_tokens: int = 0  # tokens up to the last that was wanted, row by row
     padded_tokens: int = 0  # the same, and what fills the buckets
+    gone_trajectories: int = 0  # that left the loss, in whole or in part, because a version was gone
+    gone_tokens: int = 0  # that left it with them
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(COSTLY, 0.0))
+
+    def counts(self) -> dict[str, int]:
+        """All that is not time, by name."""
+        return {name: count for name, count in self.__dict__.items() if name != "seconds"}
 
     def timed(self, kind: str, function: Callable, *arguments):
         """Calls, and adds the time it takes to one of `COSTLY`."""
@@ -130,9 +145,15 @@ class CountedScorer:
         self._scorer, self._source = scorer, source
 
     def score(self, params: Params, rows: Sequence[np.ndarray]) -> list[RowScore]:
+        return self.start(params, rows)()
+
+    def start(self, params: Params, rows: Sequence[np.ndarray]) -> Callable[[], list[RowScore]]:
+        self._source.cost.scored_tokens += sum(map(len, rows))
+        return functools.partial(self._collect, self._source.cost.timed("score", self._scorer.start, params, rows))
+
+    def _collect(self, collect: Callable[[], list[RowScore]]) -> list[RowScore]:
         cost = self._source.cost
-        scores = cost.timed("score", self._scorer.score, params, rows)
-        cost.scored_tokens += sum(map(len, rows))
+        scores = cost.timed("score", collect)
         for bucket, count in collections.Counter(score.bucket for score in scores).items():
             own_rows = bucket.rows // processes.num_processes()
             cost.padded_tokens += -(-count // own_rows) * own_rows * bucket.length
@@ -154,23 +175,22 @@ def score_version(
 
     The bucket is therefore the same whether the trajectory has gone on since or not.
     """
+    return start_version(scorer, params, version, trajectories)()
+
+
+def start_version(
+    scorer: Scorer | CountedScorer, params: Params, version: int, trajectories: Sequence[Trajectory]
+) -> Callable[[], list[VersionScore]]:
+    """The same, but returns the function that waits for the scores."""
     masks = [trajectory.policy_versions == version for trajectory in trajectories]
     stops = [int(np.flatnonzero(mask)[-1]) + 1 for mask in masks]
-    scores = scorer.score(params, [trajectory.tokens[:stop] for trajectory, stop in zip(trajectories, stops, strict=True)])
-    return [VersionScore(row.logprobs[mask[:stop]], row.bucket) for row, mask, stop in zip(scores, masks, stops, strict=True)]
+    collect = scorer.start(params, [trajectory.tokens[:stop] for trajectory, stop in zip(trajectories, stops, strict=True)])
 
+    def collect_version() -> list[VersionScore]:
+        rows = zip(collect(), masks, stops, strict=True)
+        return [VersionScore(row.logprobs[mask[:stop]], row.bucket) for row, mask, stop in rows]
 
-def stitch(trajectories: Sequence[Trajectory], scores: Sequence[Mapping[int, VersionScore]]) -> Anchored:
-    """Old logprobs from the scores of each trajectory's versions."""
-    anchored, rows = [], []
-    for trajectory, by_version in zip(trajectories, scores, strict=True):
-        row = np.full(len(trajectory), np.nan, np.float32)
-        for version in trajectory.versions:
-            row[trajectory.policy_versions == version] = by_version[version].logprobs
-        rows.append(row)
-        anchored.append(dataclasses.replace(trajectory, old_logprobs=row))
-    buckets = [{version: score.bucket for version, score in sorted(by_version.items())} for by_version in scores]
-    return Anchored(anchored, rows, buckets)
+    return collect_version
 
 
 class ScoringSource(OldLogprobSource):

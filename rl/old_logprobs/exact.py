@@ -5,41 +5,102 @@ score, never in what: the same prefix of the same trajectory under the same para
 meshes their old logprobs are equal bit by bit.
 """
 
+import collections
+import dataclasses
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from models.transformer import Params
-from rl.old_logprobs.base import Anchored, ScoringSource, SourceName, VersionScore, score_version, stitch
+from rl.old_logprobs.base import Anchored, GonePolicy, ScoringSource, SourceName, VersionScore, score_version, start_version
 from rl.scorer import Bucket, Scorer
 from rl.snapshots import SnapshotRing, VersionGone
 from rl.types import Trajectory
 
 
-class SnapshotSource(ScoringSource):
-    """Each version in the batch, newest first, scores the rows that hold it, up to their last token of it."""
+class ExactSource(ScoringSource):
+    """A source that puts the old logprobs together from the scores of each version, and will have nothing else in their place."""
+
+    def __init__(self, scorer: Scorer, gone: GonePolicy = GonePolicy.ERROR):
+        super().__init__(scorer)
+        self._gone = gone
+
+    def _stitch(self, trajectories: Sequence[Trajectory], scores: Sequence[Mapping[int, VersionScore]]) -> Anchored:
+        """Old logprobs from the scores of each trajectory's versions.
+
+        Raises:
+          VersionGone: one is missing, and that is an error by policy.
+        """
+        anchored, rows = [], []
+        for trajectory, by_version in zip(trajectories, scores, strict=True):
+            row = np.full(len(trajectory), np.nan, np.float32)
+            for version, score in by_version.items():
+                row[trajectory.policy_versions == version] = score.logprobs
+            rows.append(row)
+            anchored.append(dataclasses.replace(trajectory, old_logprobs=row, loss_mask=self._known(trajectory, by_version)))
+        buckets = [{version: score.bucket for version, score in sorted(by_version.items())} for by_version in scores]
+        return Anchored(anchored, rows, buckets)
+
+    def _known(self, trajectory: Trajectory, by_version: Mapping[int, VersionScore]) -> np.ndarray:
+        """The loss mask that is left of a trajectory when only these versions are known; counts what is not."""
+        is_gone = trajectory.loss_mask & ~np.isin(trajectory.policy_versions, list(by_version))
+        if not is_gone.any():
+            return trajectory.loss_mask
+        if self._gone is GonePolicy.ERROR:
+            raise VersionGone(
+                f"trajectory {trajectory.request_id} holds trained tokens of versions "
+                f"{np.unique(trajectory.policy_versions[is_gone]).tolist()}, which were let go before they were scored; pin "
+                "versions as long as tokens wait, raise --ring-capacity, or choose what becomes of such tokens: --version-gone"
+            )
+        left = trajectory.loss_mask & ~is_gone & (self._gone is GonePolicy.MASK)
+        self.cost.gone_trajectories += 1
+        self.cost.gone_tokens += int(trajectory.loss_mask.sum() - left.sum())
+        return left
+
+
+class SnapshotSource(ExactSource):
+    """Each version in the batch, newest first, scores the rows that hold it, up to their last token of it.
+
+    While one version is scored the next is put on the devices, so that there are two at most.
+    """
 
     name = SourceName.SNAPSHOT
     needs_ring = True
 
-    def __init__(self, ring: SnapshotRing, scorer: Scorer):
-        super().__init__(scorer)
+    def __init__(self, ring: SnapshotRing, scorer: Scorer, gone: GonePolicy = GonePolicy.ERROR):
+        super().__init__(scorer, gone)
         self._ring = ring
 
     def anchor(self, trajectories: Sequence[Trajectory], version: int, params: Params) -> Anchored:
         del version, params  # exactness is a matter of the ring's versions only
         scores: list[dict[int, VersionScore]] = [{} for _ in trajectories]
-        held = {version for trajectory in trajectories for version in trajectory.versions}
-        for version in self._ring.held_by_any(held):
-            holders = [index for index, trajectory in enumerate(trajectories) if version in trajectory.versions]
-            snapshot = self.cost.timed("fetch", self._ring.get, version)
-            found = score_version(self._scorer, snapshot, version, [trajectories[index] for index in holders])
-            for index, score in zip(holders, found, strict=True):
+        under_way: collections.deque[tuple[int, list[int], Callable[[], list[VersionScore]]]] = collections.deque()
+
+        def collect() -> None:
+            version, holders, collect_version = under_way.popleft()
+            for index, score in zip(holders, collect_version(), strict=True):
                 scores[index][version] = score
-        return stitch(trajectories, scores)
+
+        by_version: dict[int, list[int]] = collections.defaultdict(list)
+        for index, trajectory in enumerate(trajectories):
+            for version in trajectory.versions:
+                by_version[version].append(index)
+        for version in self._ring.held_by_any(by_version.keys()):
+            snapshot = self.cost.timed("fetch", self._ring.get, version)
+            if under_way:
+                collect()
+            holders = by_version.get(version, [])
+            under_way.append(
+                (version, holders, start_version(self._scorer, snapshot, version, [trajectories[index] for index in holders]))
+            )
+        if under_way:
+            collect()
+        return self._stitch(trajectories, scores)
 
 
-class InterruptSource(ScoringSource):
+class InterruptSource(ExactSource):
     """Scores everything that a version sampled before the next one replaces it, so that no history is stored: a ring of one.
 
     What the learner takes is scored at its step; all else, finished or in flight, when the version is about to be replaced. The
@@ -49,8 +110,8 @@ class InterruptSource(ScoringSource):
     name = SourceName.INTERRUPT
     interrupts = True
 
-    def __init__(self, scorer: Scorer):
-        super().__init__(scorer)
+    def __init__(self, scorer: Scorer, gone: GonePolicy = GonePolicy.ERROR):
+        super().__init__(scorer, gone)
         self._scores: dict[int, dict[int, VersionScore]] = {}  # by request id and version
         self._lock = threading.Lock()  # the sampler's side forgets
 
@@ -58,12 +119,7 @@ class InterruptSource(ScoringSource):
         self._record(version, params, trajectories)
         with self._lock:
             scores = [self._scores.pop(trajectory.request_id, {}) for trajectory in trajectories]
-        for trajectory, by_version in zip(trajectories, scores, strict=True):
-            missing = set(trajectory.versions) - set(by_version)
-            if missing:
-                raise VersionGone(f"trajectory {trajectory.request_id} holds tokens of versions {sorted(missing)} that were not "
-                                  "scored while those were live; every publish must tell the source first")
-        return stitch(trajectories, scores)
+        return self._stitch(trajectories, scores)
 
     def superseding(self, version: int, params: Params, held: Sequence[Trajectory]) -> None:
         self.cost.timed("stall", self._record, version, params, held)
@@ -97,7 +153,7 @@ class InterruptSource(ScoringSource):
             self._scores.setdefault(record["request_id"], {})[record["version"]] = score
 
 
-class DedicatedSource(ScoringSource):
+class DedicatedSource(ExactSource):
     """An old-logit model on devices of its own: a thread scores trajectories as they finish, while the learner trains.
 
     The learner waits for what is not ready, and that is the cost, beside the devices.
@@ -110,8 +166,8 @@ class DedicatedSource(ScoringSource):
     name = SourceName.DEDICATED
     needs_ring = True
 
-    def __init__(self, ring: SnapshotRing, scorer: Scorer):
-        super().__init__(scorer)
+    def __init__(self, ring: SnapshotRing, scorer: Scorer, gone: GonePolicy = GonePolicy.ERROR):
+        super().__init__(scorer, gone)
         self._ring, self._place_params = ring, scorer.place
         self._waiting: queue.SimpleQueue[Trajectory | None] = queue.SimpleQueue()
         self._scores: dict[int, dict[int, VersionScore]] = {}  # by request id
@@ -141,7 +197,7 @@ class DedicatedSource(ScoringSource):
                 raise self._failure
             scores = [self._scores.pop(request_id) for request_id in request_ids]
             self._wanted -= set(request_ids)
-        return stitch(trajectories, scores)
+        return self._stitch(trajectories, scores)
 
     def forget(self, trajectories: Iterable[Trajectory]) -> None:
         with self._changed:
@@ -180,9 +236,7 @@ class DedicatedSource(ScoringSource):
             try:
                 snapshot = self.cost.timed("fetch", self._place, version)
             except VersionGone:
-                if self._still_wanted(holders):
-                    raise
-                continue  # forgotten meanwhile, and its version let go
+                continue  # forgotten meanwhile, or missing when it is put together
             for trajectory, score in zip(holders, score_version(self._scorer, snapshot, version, holders), strict=True):
                 scores[trajectory.request_id][version] = score
         with self._changed:

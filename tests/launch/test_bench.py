@@ -37,7 +37,7 @@ def test_threads_writes_its_figures(tmp_path, capsys):
 @pytest.mark.slow
 def test_old_logprobs_are_exact_where_they_claim_to_be(tmp_path):
     figures, plot = tmp_path / "figures.json", tmp_path / "errors.png"
-    options = ["--episodes", "32", "--warm-start-updates", "20", "--repetitions", "2"]
+    options = ["--episodes", "16", "--warm-start-updates", "10", "--learner-steps", "9", "--repetitions", "1"]
     assert bench.main(["old_logprobs", *options, "--json", str(figures), "--plot", str(plot)]) == 0
     found = json.loads(figures.read_text())
     assert plot.stat().st_size > 1000
@@ -52,4 +52,4 @@ def test_old_logprobs_are_exact_where_they_claim_to_be(tmp_path):
     for source in ("recompute", "ewma", "interpolate", "lagged"):
         assert found[f"error_mean/{source}/8"] > found[f"error_mean/{source}/2"] > 1e-4
     assert found["error_mean/lagged/0"] > 1e-4
-    assert found["padded_over_scored/1"] >= 1 and found["replay_over_recompute"] > 0
+    assert 1 <= found["padded_over_scored/1"] <= found["padded_over_scored"] <= 1.3 and found["replay_over_recompute"] > 0

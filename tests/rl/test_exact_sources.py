@@ -15,7 +15,7 @@ from models.sharding import parameter_shardings
 from models.transformer import Model
 from rl.learner import publish_cast
 from rl.loop import Schedule
-from rl.old_logprobs import SourceName
+from rl.old_logprobs import GonePolicy, SourceName
 from rl.old_logprobs.exact import DedicatedSource, InterruptSource, SnapshotSource
 from rl.scorer import Scorer
 from rl.snapshots import SnapshotRing, VersionGone
@@ -97,7 +97,8 @@ def three_ways(num_devices, precision, lengths):
     return {name: old_logprobs_of(anchored) for name, anchored in found.items()}, {name: a.buckets for name, a in found.items()}
 
 
-@pytest.mark.parametrize(("num_devices", "precision"), [(1, Precision.FLOAT32), (4, Precision.BFLOAT16)])
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("precision", [Precision.FLOAT32, Precision.BFLOAT16])
 def test_the_three_exact_sources_give_equal_bits(num_devices, precision):
     assert max(len(trajectory.versions) for trajectory in TRAJECTORIES) == NUM_VERSIONS
     found, buckets = three_ways(num_devices, precision, (24,))
@@ -131,8 +132,56 @@ def test_interrupt_names_what_it_was_not_told_about(scorer):
     trajectory = next(trajectory for trajectory in TRAJECTORIES if len(trajectory.versions) > 1)
     source = InterruptSource(scorer)
     newest = trajectory.versions[-1]
-    with pytest.raises(VersionGone, match=f"{trajectory.request_id} holds tokens of versions \\[{trajectory.versions[0]}"):
+    words = f"{trajectory.request_id} holds trained tokens of versions \\[{trajectory.versions[0]}"
+    with pytest.raises(VersionGone, match=words):
         source.anchor([trajectory], newest, params_of(newest, mesh_of(0, 1), Precision.FLOAT32))
+
+
+def exact_sources(scorer, ring, gone=GonePolicy.ERROR):
+    """Each exact source, when it can know of no version but the ring's."""
+    interrupt = InterruptSource(scorer, gone)
+    for version in ring.versions:
+        interrupt.superseding(version, ring.get(version), TRAJECTORIES)
+    yield interrupt
+    yield SnapshotSource(ring, scorer, gone)
+    dedicated = DedicatedSource(ring, scorer, gone)
+    yield dedicated
+    dedicated.close()
+
+
+def test_a_version_that_is_gone_is_an_error(scorer):
+    ring = make_ring(1, 2, 3)
+    for source in exact_sources(scorer, ring):
+        with pytest.raises(VersionGone, match=r"trained tokens of versions \[.*--version-gone"):
+            source.anchor(TRAJECTORIES, 3, ring.get(3))
+
+
+@pytest.mark.parametrize("gone", [GonePolicy.MASK, GonePolicy.DROP])
+def test_or_what_holds_its_tokens_leaves_the_loss_and_is_counted(scorer, gone):
+    whole, ring = SnapshotSource(make_ring(*range(NUM_VERSIONS)), scorer), make_ring(1, 2, 3)
+    expected = [t.old_logprobs for t in whole.anchor(TRAJECTORIES, NUM_VERSIONS - 1, None).trajectories]
+    assert whole.cost.gone_trajectories == whole.cost.gone_tokens == 0
+    for source in exact_sources(scorer, ring, gone):
+        anchored = source.anchor(TRAJECTORIES, 3, ring.get(3))
+        num_tokens = 0
+        for before, after, old in zip(TRAJECTORIES, anchored.trajectories, expected, strict=True):
+            is_gone = np.isin(before.policy_versions, (0, 4))
+            left = before.loss_mask & ~(is_gone if gone is GonePolicy.MASK else is_gone.any())
+            np.testing.assert_array_equal(after.loss_mask, left)
+            np.testing.assert_array_equal(after.policy_versions, before.policy_versions)
+            assert after.old_logprobs.tobytes() == np.where(is_gone, np.float32(np.nan), old).tobytes()
+            num_tokens += before.loss_mask.sum() - left.sum()
+        holders = sum(0 in t.versions or 4 in t.versions for t in TRAJECTORIES)
+        assert (source.cost.gone_trajectories, source.cost.gone_tokens) == (holders, num_tokens)
+        assert 0 < holders < NUM_TRAJECTORIES
+
+
+def test_tokens_that_are_not_trained_miss_no_version(scorer):
+    ring = make_ring(1, 2, 3, 4)
+    aged = [dataclasses.replace(t, loss_mask=t.loss_mask & (t.policy_versions > 0)) for t in TRAJECTORIES]
+    for source in exact_sources(scorer, ring):
+        for before, after in zip(aged, source.anchor(aged, 4, ring.get(4)).trajectories, strict=True):
+            assert after.loss_mask is before.loss_mask and np.isfinite(after.old_logprobs[after.loss_mask]).all()
 
 
 def test_interrupt_forgets_and_remembers(scorer):
@@ -148,10 +197,15 @@ def test_interrupt_forgets_and_remembers(scorer):
     assert again.cost.scored_tokens == 0 and again.state()["own"]["scores"] == []
 
 
-def test_a_dedicated_scorer_raises_its_thread_s_failure_where_the_learner_waits(scorer):
-    source = DedicatedSource(make_ring(3), scorer)
+def test_a_dedicated_scorer_raises_its_thread_s_failure_where_the_learner_waits(scorer, monkeypatch):
+    source = DedicatedSource(make_ring(0), scorer)
+
+    def fail(*arguments):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(scorer, "start", fail)
     trajectory = next(trajectory for trajectory in TRAJECTORIES if 0 in trajectory.versions)
-    with pytest.raises(VersionGone, match="is not in the ring"):
+    with pytest.raises(RuntimeError, match="the device is lost"):
         source.anchor([trajectory], 0, None)
     source.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "scorer"]

@@ -9,14 +9,17 @@ import optax
 import pytest
 
 from launch.build import Foundation
+from launch.config import check
 from models.config import Precision
 from models.tokenizer import ByteTokenizer
 from rl.advantages import AdvantageEstimator, group_advantages
+from rl.auditing import check_ledger
 from rl.environments import Split
 from rl.learner import StepOptions
 from rl.logprobs import score
 from rl.loop import LoopOptions, RingFullPolicy, instance_seed
 from rl.losses import decoupled_ppo_loss
+from rl.old_logprobs import GonePolicy
 from tests.tiny import MAX_LENGTH, assert_same_weights, rows_of, tiny_config, tiny_loop, tiny_rooms, weights, without_times
 
 
@@ -222,9 +225,41 @@ def test_a_ring_full_of_pins_does_not_stop_the_run(tmp_path, policy):
     if policy is RingFullPolicy.SKIP_PUBLISH:
         assert last["skipped_publishes"] > 0
         assert loop.version < loop.step
+    elif policy is RingFullPolicy.EVICT:
+        assert last["skipped_publishes"] == 0 and last["evicted_versions"] > 0
+        assert loop.version == loop.step
+        assert last["gone_tokens"] == 0  # a ring as large as this loses only what is too old to train
     else:
         assert last["skipped_publishes"] + last["dropped_groups_ring_full"] > 0
     assert loop.step == 5
+
+
+@pytest.mark.parametrize("policy", [GonePolicy.MASK, GonePolicy.DROP])
+def test_a_ring_smaller_than_the_staleness_gives_tokens_up_and_counts_them(tmp_path, policy):
+    config = tiny_config()
+    config = dataclasses.replace(
+        config,
+        loop=dataclasses.replace(config.loop, max_staleness=4, ring_full=RingFullPolicy.EVICT),
+        snapshots=dataclasses.replace(config.snapshots, ring_capacity=2, version_gone=policy, decompose_every=1),
+    )
+    check(config)
+    straight, first = (tiny_loop(tmp_path / name, config) for name in ("straight", "resumed"))
+    for loop in (straight, first):
+        loop.run(6)
+        state = loop.state()
+    first._rooms.store.wait()
+    resumed = tiny_rooms(tmp_path / "resumed", config)
+    resumed.restore(state)  # pins of versions that are gone included
+    for loop in (straight, resumed):
+        loop.run(9)
+        loop.finish()
+    assert_same_weights(straight, resumed)
+    rows = rows_of(tmp_path / "straight")
+    assert rows[-1]["evicted_versions"] > 0 and rows[-1]["skipped_publishes"] == 0
+    assert sum(row["gone_tokens"] for row in rows) > 0 and sum(row["gone_trajectories"] for row in rows) > 0
+    assert rows[-1]["exactness_error_max"] == 0
+    report = check_ledger(tmp_path / "straight" / "ledger")
+    assert report.failures == [] and report.num_exact_tokens == report.num_trained_tokens > 0
 
 
 def test_every_pin_is_released_at_the_end(tmp_path):

@@ -13,6 +13,7 @@ import functools
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 
@@ -94,6 +95,20 @@ def _own_order(run_dir: pathlib.Path) -> pathlib.Path:
     return run_directory.parts(run_dir)[processes.index()] / INTERLEAVING
 
 
+def warm_started(foundation: Foundation) -> Params:
+    """Random weights, and what the config's warm start makes of them."""
+    config = foundation.config
+    return warm_start(
+        foundation.model,
+        foundation.initial_params(),
+        foundation.mesh,
+        config.environment_factory(Split.TRAIN),
+        config.warm_start,
+        seed=config.seed,
+        lengths=foundation.lengths,
+    )
+
+
 class Run:
     """One run from random weights, or from a checkpoint, to `summary.json`.
 
@@ -103,12 +118,14 @@ class Run:
       display: what a person sees of it.
       stop: when to end early.
       order: that of a threaded run which this one repeats.
+      start: gives the parameters that become version 0; by default the config's warm start.
     """
 
     def __init__(self, foundation: Foundation, run_dir: pathlib.Path, display: Display, *, stop: StopRequest | None = None,
-                 order: list[list[Operation]] | None = None):
+                 order: list[list[Operation]] | None = None, start: Callable[[], Params] | None = None):
         self._foundation, self._config, self._run_dir, self._display = foundation, foundation.config, run_dir, display
         self._stop, self._order = stop or StopRequest(), order
+        self._start = start or functools.partial(warm_started, foundation)
         self._started = time.perf_counter()
         self._facts: dict = {"seconds": 0.0}  # what is known of the run beside its rows: exactness, success before, time spent
         self._checkpoints = RunCheckpoints(run_dir / "checkpoints")
@@ -123,7 +140,7 @@ class Run:
             self._display.phase("note: no checkpoint yet, so the run begins anew")
             self._checkpoints.close()
             run_directory.clear(self._run_dir)
-        params = self._warm_started() if saved is None else None
+        params = self._begin() if saved is None else None
         loop = self._loop = build_loop(self._foundation, self._run_dir, self._make_sampler(), scorer)
         with contextlib.closing(loop):
             return self._train_loop(loop, scorer, params, saved)
@@ -150,18 +167,9 @@ class Run:
             return None
         return self._conclude()
 
-    def _warm_started(self) -> Params:
-        config = self._config
-        self._display.phase(f"warm start: imitating the scripted expert, {config.warm_start.updates} updates")
-        return warm_start(
-            self._foundation.model,
-            self._foundation.initial_params(),
-            self._foundation.mesh,
-            config.environment_factory(Split.TRAIN),
-            config.warm_start,
-            seed=config.seed,
-            lengths=self._foundation.lengths,
-        )
+    def _begin(self) -> Params:
+        self._display.phase(f"warm start: imitating the scripted expert, {self._config.warm_start.updates} updates")
+        return self._start()
 
     def _make_schedule(self, loop: Loop) -> Loop | Threads | Repeat:
         if self._order is not None:

@@ -13,6 +13,7 @@ from launch.config import Config, MeshOptions, SnapshotOptions
 from models.config import Precision
 from rl.learner import StepOptions
 from rl.loop import Loop
+from rl.snapshot_store import SnapshotStore
 
 MAX_LENGTH = small_config().model.max_length
 
@@ -101,3 +102,14 @@ def weights(loop: Loop) -> list[np.ndarray]:
 def assert_same_weights(first, second) -> None:
     for left, right in zip(weights(first), weights(second), strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
+    """Final parameters, metrics and ledger, bit by bit."""
+    assert without_times(rows_of(first)) == without_times(rows_of(second))
+    ledgers = [(run / "ledger" / "segments.jsonl").read_bytes() for run in (first, second)]
+    assert ledgers[0] == ledgers[1]
+    stores = [SnapshotStore(run / "snapshots") for run in (first, second)]
+    assert stores[0].versions() == stores[1].versions()
+    for version in stores[0].versions():
+        assert stores[0].digest(version) == stores[1].digest(version)

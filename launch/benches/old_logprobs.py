@@ -20,6 +20,7 @@ import numpy as np
 from launch.build import Foundation, build_loop
 from launch.config import Config, load_config
 from launch.display import Display
+from launch.train import warm_started
 from models.transformer import Params
 from rl.batching import make_batch
 from rl.decomposition import Decomposition
@@ -33,7 +34,6 @@ from rl.sampler import Sampler
 from rl.scorer import Scorer
 from rl.snapshots import SnapshotRing
 from rl.types import Trajectory
-from rl.warmstart import warm_start
 
 STALENESS = (0, 1, 2, 4, 8)
 WINDOWLESS = "ewma_w0"
@@ -121,11 +121,7 @@ def _play(options: Options, display: Display) -> Past:
     foundation = Foundation.of(config)
     make_sampler, scorer = foundation.sampler_factory(), foundation.scorer()
     display.phase(f"warm start, {options.warm_start_updates} updates")
-    environments = config.environment_factory(Split.TRAIN)
-    params = warm_start(
-        foundation.model, foundation.initial_params(), foundation.mesh, environments, config.warm_start, seed=config.seed,
-        lengths=foundation.lengths,
-    )  # fmt: skip
+    params = warm_started(foundation)
     with tempfile.TemporaryDirectory() as directory:
         loop = build_loop(foundation, pathlib.Path(directory), make_sampler(), scorer)
         with contextlib.closing(loop):

@@ -11,39 +11,9 @@ import time
 import pytest
 
 from launch import audit, train
-from launch.display import Display
-from rl.snapshot_store import SnapshotStore
-from tests.tiny import TINY_OPTIONS, rows_of, without_times
+from tests.tiny import TINY_OPTIONS, assert_same_run, rows_of
 
 EIGHT_STEPS = ["quickstart", *TINY_OPTIONS]
-
-
-def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
-    """Final parameters, metrics and ledger, bit by bit."""
-    assert without_times(rows_of(first)) == without_times(rows_of(second))
-    ledgers = [(run / "ledger" / "segments.jsonl").read_bytes() for run in (first, second)]
-    assert ledgers[0] == ledgers[1]
-    stores = [SnapshotStore(run / "snapshots") for run in (first, second)]
-    assert stores[0].versions() == stores[1].versions()
-    for version in stores[0].versions():
-        assert stores[0].digest(version) == stores[1].digest(version)
-
-
-@pytest.fixture
-def stop_after(monkeypatch):
-    """Sends this process a signal when a learner step is done."""
-
-    def stop_after(step: int, number: signal.Signals) -> None:
-        show = Display.step
-
-        def stopping(self, metrics):
-            show(self, metrics)
-            if metrics["step"] == step:
-                signal.raise_signal(number)
-
-        monkeypatch.setattr(Display, "step", stopping)
-
-    return stop_after
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tiny_run, tmp_path, stop_after, capsys):

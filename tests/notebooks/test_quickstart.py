@@ -1,18 +1,8 @@
-"""The quickstart notebook: as it is stored, and as a fresh kernel executes it."""
-
-import json
-import pathlib
-import re
+"""The quickstart notebook, as a fresh kernel executes it."""
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat", reason="nbformat is missing; pip install -e '.[notebooks]'")
-
-NOTEBOOK = pathlib.Path(__file__).resolve().parents[2] / "notebooks" / "quickstart.ipynb"
-BADGE = "https://colab.research.google.com/github/exactor-rl/exactor/blob/main/notebooks/quickstart.ipynb"
-NUM_FIGURES = 5
-MAX_BYTES = 300_000
-MAX_LINES = 50  # of one output: about a screen
+from tests.notebooks.checks import execute_and_ask
 
 FACTS = """
 import json
@@ -31,54 +21,9 @@ print(json.dumps({
 """
 
 
-@pytest.fixture
-def notebook():
-    return nbformat.read(NOTEBOOK, as_version=4)
-
-
-def check_outputs(notebook) -> None:
-    """Everything ran, in order; all figures are there; nothing is long, warns, or tells of the machine."""
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    outputs = [output for cell in code for output in cell.outputs]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == NUM_FIGURES
-    for output in outputs:
-        text = output.text if output.output_type == "stream" else "".join(output.data["text/plain"])
-        assert output.get("name") != "stderr", text
-        assert not re.search(r"warning|deprecated|\x1b", text, re.IGNORECASE), text
-        assert not re.search(r"(?<![\w.])[/~]\w+/|[A-Z]:\\", text), text
-        assert text.count("\n") <= MAX_LINES, text
-
-
-def test_the_stored_notebook_is_whole_and_small(notebook):
-    nbformat.validate(notebook)
-    check_outputs(notebook)
-    assert NOTEBOOK.stat().st_size < MAX_BYTES, "store it with notebooks/store.py"
-    assert notebook.metadata.keys() == {"colab", "kernelspec", "language_info"} and not notebook.metadata.colab.toc_visible
-    assert notebook.metadata.kernelspec.name == "python3" and notebook.metadata.language_info == {"name": "python"}
-    assert all(cell.metadata == {} for cell in notebook.cells)
-    ids = [cell["id"] for cell in json.loads(NOTEBOOK.read_text())["cells"]]  # nbformat has repaired them when it read the file
-    assert len(set(ids)) == len(ids)
-
-
-def test_colab_opens_it_and_one_cell_installs(notebook):
-    assert BADGE in notebook.cells[0].source
-    (install,) = [cell for cell in notebook.cells if cell.cell_type == "code" and "pip" in cell.source]
-    assert install.outputs == [], "where the package can be imported nothing is installed"
-    repository = re.search(r"github/([\w-]+/[\w-]+)/", BADGE).group(1)
-    assert f"git+https://github.com/{repository}.git" in install.source
-
-
 @pytest.mark.slow
-def test_a_fresh_kernel_learns_replays_exactly_and_sees_what_recompute_hides(notebook):
-    for package in ("ipykernel", "matplotlib", "nbclient"):
-        pytest.importorskip(package, reason=f"{package} is missing; pip install -e '.[notebooks]'")
-    from notebooks.store import execute
-
-    notebook.cells.append(nbformat.v4.new_code_cell(FACTS))
-    execute(notebook)
-    check_outputs(notebook)
-    facts = json.loads(notebook.cells[-1].outputs[0].text)
+def test_a_fresh_kernel_learns_replays_exactly_and_sees_what_recompute_hides():
+    facts = execute_and_ask("quickstart", FACTS)
     before, after = facts["success"]
     assert after >= 0.70 and after - before >= 0.50
     assert facts["replay"] == ["bitwise", 0.0, 0.0] and facts["tokens"] > 20_000

@@ -17,7 +17,7 @@ from models.transformer import Model, Params
 from rl import processes
 from rl.admission import Admission
 from rl.batching import length_buckets
-from rl.budget import check_ring_fits
+from rl.budget import AnchorBytes, anchor_bytes, check_ring_fits, num_persisted
 from rl.decomposition import Decomposition
 from rl.environments import Split
 from rl.exactness import ExactnessProbe
@@ -60,7 +60,7 @@ class Foundation:
     def check(self) -> None:
         """Refuses, before anything is compiled or written, what does not divide over the mesh or fit into host memory."""
         self.check_division()
-        check_ring_fits(self.published_shapes, capacity=self.config.snapshots.ring_capacity)
+        check_ring_fits(self.published_shapes, capacity=self.config.snapshots.kept_versions)
 
     def check_division(self) -> None:
         """Refuses what does not divide over the mesh."""
@@ -121,13 +121,25 @@ class Foundation:
         """The published parameters' shapes, types and shardings."""
         return published_shapes(self.model, self.mesh, self.config.snapshots.publish_dtype)
 
-    def scorer(self, bucket: Bucket | None = None) -> Scorer:
-        """The run's scorer; or, to repeat what was scored in one bucket, one that knows only that bucket.
+    def anchor_bytes(self) -> AnchorBytes:
+        """What the anchors of the whole run take, tier by tier."""
+        config, snapshots = self.config, self.config.snapshots
+        return anchor_bytes(
+            snapshots.old_logprobs,
+            self.published_shapes,
+            scored_shapes=published_shapes(self.model, self.scorer_mesh, snapshots.publish_dtype),
+            replays=snapshots.replays,
+            capacity=snapshots.kept_versions,
+            num_persisted=num_persisted(config.steps // config.loop.publish_every, snapshots.persist_every),
+        )
+
+    def scorer(self, bucket: Bucket | None = None, *, mesh: jax.sharding.Mesh | None = None) -> Scorer:
+        """The run's scorer, on its mesh or one like it; or, to repeat what was scored in one bucket, one for that bucket alone.
 
         Raises:
           ShardingError: the bucket's rows do not divide over this mesh.
         """
-        mesh, lengths, rows_per_device = self.scorer_mesh, self.lengths, self.config.snapshots.score_rows
+        mesh, lengths, rows_per_device = mesh or self.scorer_mesh, self.lengths, self.config.snapshots.score_rows
         if bucket is not None:
             check_rows("the recorded bucket", bucket.rows, mesh)
             lengths, rows_per_device = (bucket.length,), bucket.rows // num_batch_shards(mesh)
@@ -205,7 +217,7 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
     options = config.loop
     store = SnapshotStore(run_dir / "snapshots")
     own = run_directory.own_part(run_dir)
-    ring = SnapshotRing(config.snapshots.ring_capacity, store=store, persist_every=config.snapshots.persist_every)
+    ring = SnapshotRing(config.snapshots.kept_versions, store=store, persist_every=config.snapshots.persist_every)
     source = foundation.source(ring, scorer)
     learner = foundation.learner(source)
     rollouts = Rollouts(
@@ -232,6 +244,7 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
         ledger=Ledger(own / "ledger"),
         metrics=MetricsWriter(own / run_directory.METRICS),
         timeline=Timeline(own / "timeline.jsonl"),
+        anchor_bytes=foundation.anchor_bytes(),
     )
     return Loop(
         rooms, options, lengths=foundation.lengths, seed=config.seed, serving_shardings=foundation.serving_shardings

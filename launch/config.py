@@ -73,6 +73,16 @@ class SnapshotOptions:
     decompose_every: int = 8  # of the trajectories, one in so many has its log ratio taken apart; 0: none
     publish_dtype: Precision = Precision.BFLOAT16
 
+    @property
+    def replays(self) -> bool:
+        """Whether versions are got from the ring: by the source, or to compare it with the exact old logprobs."""
+        return self.old_logprobs.needs_ring or self.decompose_every > 0 and not self.old_logprobs.is_exact
+
+    @property
+    def kept_versions(self) -> int:
+        """Versions that the ring really keeps: where nothing is got from it, the newest is enough."""
+        return self.ring_capacity if self.replays else 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -247,15 +257,13 @@ def _check_source(config: Config) -> None:
             f"--scorer-devices {snapshots.scorer_devices} would idle with --old-logprobs {snapshots.old_logprobs.value}; "
             "leave it out, or set --old-logprobs dedicated"
         )
-    is_interrupt = snapshots.old_logprobs is SourceName.INTERRUPT
-    is_approximate = not (is_dedicated or is_interrupt or snapshots.old_logprobs is SourceName.SNAPSHOT)
     wanted, name = config.loop.max_staleness + 1, snapshots.old_logprobs.value
-    if is_approximate and snapshots.decompose_every and snapshots.ring_capacity < wanted:
+    if snapshots.replays and not snapshots.old_logprobs.needs_ring and snapshots.ring_capacity < wanted:
         raise ConfigError(
             f"--decompose-every {snapshots.decompose_every} compares {name} with exact old logprobs, so it wants --ring-capacity "
             f"{wanted} or more, got {snapshots.ring_capacity}; raise it, or leave the comparison out with --decompose-every 0"
         )
-    if not is_interrupt and not (is_approximate and not snapshots.decompose_every):  # versions that are no longer live
+    if snapshots.replays:
         if config.loop.schedule is Schedule.THREADS and snapshots.ring_capacity < 2:
             raise ConfigError(
                 "--ring-capacity is 1, wanted 2 or more with --schedule threads: one version serves while one is put"

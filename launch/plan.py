@@ -37,8 +37,8 @@ from launch.display import Display, duration
 from launch.mesh import by_process
 from launch.topology import HbmExceeded, ProgramMemory, by_itself, compile_program, devices_of, hbm_bytes, sole_use
 from models.sharding import placed
-from rl.budget import RingBytes, device_bytes, num_persisted, ring_bytes
-from rl.learner import Learner
+from rl.budget import AnchorBytes, device_bytes
+from rl.learner import Learner, published_shapes
 from rl.sampling_programs import SamplingPrograms
 from rl.scorer import Scorer
 from rl.snapshots import SnapshotRing
@@ -87,8 +87,8 @@ class Plan:
     learner: dict[str, int]  # what lies on a chip of the learner at all times
     sampler: dict[str, int]  # and on one of the sampler; the same if they share their chips
     moments: list[Moment]
-    ring: RingBytes
-    num_persisted: int
+    anchors: AnchorBytes
+    is_dedicated: bool  # the anchors are scored on chips of their own
 
     @property
     def largest(self) -> Moment:
@@ -128,22 +128,27 @@ def main(arguments: list[str]) -> int:
 
 def make_plan(foundation: Foundation, topology: str, display: Display) -> Plan:
     """Counts what lies on the chips, and compiles what runs there."""
-    config, published = foundation.config, foundation.published_shapes
+    published = foundation.published_shapes
     programs = foundation.sampling_programs(by_itself(foundation.sampler_mesh, topology))
+    is_dedicated = foundation.scorer_mesh is not foundation.mesh
+    scorer = foundation.scorer(mesh=by_itself(foundation.scorer_mesh, topology))
     learning = dataclasses.replace(foundation, mesh=by_itself(foundation.mesh, topology))
-    scorer, ring = learning.scorer(), SnapshotRing(config.snapshots.ring_capacity)
-    learner = learning.learner(learning.source(ring, scorer))
+    learner = learning.learner(learning.source(SnapshotRing(1), scorer))
+    anchors = foundation.anchor_bytes()
     state = {
         "parameters": device_bytes(learner.state_shapes.params),
         "optimizer": device_bytes(learner.state_shapes.optimizer),
         "published": LIVE_VERSIONS * device_bytes(published),
     }
+    if anchors.held:
+        state["anchor_held"] = anchors.held
     sampling = {"weights": device_bytes(programs.weights), "cache": device_bytes(programs.state)}
     serving = foundation.serving_shardings
     if serving is not None and not foundation.shares_devices:
         state["gathered"] = device_bytes(placed(published, serving))  # until it has been copied on to the sampler's chips
     on_learner, on_sampler = (state | sampling,) * 2 if foundation.shares_devices else (state, sampling)
-    works = make_works(learning, learner, scorer, programs, on_learner, on_sampler)
+    replay = anchors.replay + (0 if is_dedicated else sum(on_learner.values()))
+    works = make_works(learning, learner, scorer, programs, on_learner, on_sampler, replay)
     hbm = hbm_bytes(foundation.devices[0])
     moments = []
     for index, work in enumerate(works, 1):
@@ -153,9 +158,7 @@ def make_plan(foundation: Foundation, topology: str, display: Display) -> Plan:
     stack = device_bytes(placed(published, programs.parameter_shardings)) + sampling["cache"]
     arrival = ProgramMemory(arguments=stack, temporary=0, peak=stack + sampling["weights"])
     moments.append(Moment("new policy", arrival, sum(on_sampler.values()), DIVIDE_SAMPLER))
-    persisted = num_persisted(config.steps // config.loop.publish_every, config.snapshots.persist_every)
-    kept = ring_bytes(published, capacity=config.snapshots.ring_capacity, num_persisted=persisted)
-    return Plan(hbm, on_learner, on_sampler, moments, kept, persisted)
+    return Plan(hbm, on_learner, on_sampler, moments, anchors, is_dedicated)
 
 
 def make_works(
@@ -165,9 +168,14 @@ def make_works(
     programs: SamplingPrograms,
     on_learner: dict[str, int],
     on_sampler: dict[str, int],
+    replay: int,
 ) -> list[Work]:
-    """The programs of a run that may be large, with the largest shapes they are called with."""
-    config, published = foundation.config, foundation.published_shapes
+    """The programs of a run that may be large, with the largest shapes they are called with.
+
+    While anchors are scored, `replay` bytes lie on a chip that does it, the scored version among them.
+    """
+    config = foundation.config
+    scored = published_shapes(foundation.model, scorer.mesh, config.snapshots.publish_dtype)
     rows, length = config.loop.groups_per_step * config.loop.group_size // config.step.minibatches, foundation.lengths[-1]
     refill_rows = min(config.sampler.refill_rows, config.sampler.slots)
     state, sampling = on_learner["parameters"] + on_learner["optimizer"], on_sampler["weights"] + on_sampler["cache"]
@@ -182,9 +190,9 @@ def make_works(
         ),
         Work(
             "score",
-            lambda: scorer.lower(published, length),
-            arguments=device_bytes(published),  # of the version that is replayed
-            beside=beside_learner,
+            lambda: scorer.lower(scored, length),
+            arguments=device_bytes(scored),
+            beside=replay - device_bytes(scored),
             remedy="lower --score-rows, or take more chips",
         ),
         Work(
@@ -224,6 +232,7 @@ def show(plan: Plan, foundation: Foundation, display: Display) -> None:
         "parameters": "parameters, float32",
         "optimizer": "optimizer, two moments, float32",
         "published": f"published parameters, {config.snapshots.publish_dtype.value}, {LIVE_VERSIONS} versions",
+        "anchor_held": "held to score anchors with",
         "gathered": "published parameters, whole in each process",
         "weights": f"sampler's weights, {config.model.compute_dtype.value}",
         "cache": f"KV cache, {config.sampler.slots} slots of {config.model.max_length:,} tokens",
@@ -240,13 +249,15 @@ def show(plan: Plan, foundation: Foundation, display: Display) -> None:
         sizes = (moment.memory.arguments, moment.memory.temporary, moment.memory.peak, moment.beside, moment.total)
         rows.append((moment.name, *map(unit, sizes)))
     display.table(f"a chip while it runs, {unit.name} (temporary: gradients, activations)", rows)
+    snapshots, whose = config.snapshots, "scorer's" if plan.is_dedicated else "learner's"
     rows = [
         ("", unit.name),
-        ("a learner's chip: the version that is replayed", unit(plan.ring.device)),
-        (f"host memory of a process: {config.snapshots.ring_capacity} versions, and one being saved", unit(plan.ring.host)),
-        (f"disk, all processes: {plan.num_persisted} versions after {config.steps} steps", unit(plan.ring.disk)),
+        ("a learner's chip, at all times", unit(plan.anchors.held)),
+        (f"a {whose} chip, while versions are replayed", unit(plan.anchors.replay)),
+        (f"host memory of a process: ring of {snapshots.kept_versions}, and a version being saved", unit(plan.anchors.host)),
+        (f"disk, all processes: the versions that {config.steps} steps persist", unit(plan.anchors.disk)),
     ]
-    display.table("ring of snapshots", rows)
+    display.table(f"anchors: {snapshots.old_logprobs.value}", rows)
 
 
 def verdict(plan: Plan) -> str:
@@ -282,7 +293,8 @@ def figures(plan: Plan, foundation: Foundation) -> dict:
         "processes": len(by_process(foundation.devices)),
         "num_parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(foundation.model.shapes)),
         **{f"{name}_bytes": size for name, size in (plan.learner | plan.sampler).items()},
-        **{f"ring_{tier}_bytes": size for tier, size in dataclasses.asdict(plan.ring).items()},
+        "scorer_chips": foundation.scorer_mesh.size,
+        **{f"anchor_{tier}_bytes": size for tier, size in dataclasses.asdict(plan.anchors).items()},
         **moments,
     }
 

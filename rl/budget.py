@@ -11,6 +11,7 @@ import jax
 import psutil
 
 from models.transformer import Params
+from rl.old_logprobs import SourceName
 
 GIB = 2**30
 
@@ -45,24 +46,43 @@ def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class RingBytes:
-    """Where the snapshots' bytes are."""
+class AnchorBytes:
+    """What anchors cost a run in memory, beside the policies that it has anyhow: the newest one and the sampler's."""
 
-    device: int  # on each device of the learner: the one version that is being replayed
+    held: int  # on each device of the learner, at all times
+    replay: int  # on each device that scores, while it does
     host: int  # on the process that holds most: the ring's versions, and the copy that a save under way holds
     disk: int  # in all, when the run ends
 
 
-def ring_bytes(shapes: Params, *, capacity: int, num_persisted: int) -> RingBytes:
-    """The snapshots of a run.
+def anchor_bytes(
+    source: SourceName, shapes: Params, *, scored_shapes: Params, replays: bool, capacity: int, num_persisted: int
+) -> AnchorBytes:
+    """The bytes of a source, tier by tier.
 
     Args:
+      source: of the anchors.
       shapes: of the published parameters, with shardings.
+      scored_shapes: the same on the mesh that scores; it is another one for a dedicated scorer.
+      replays: whether versions are got from the ring: by the source, or to compare it with the exact old logprobs.
       capacity: versions in the ring.
       num_persisted: versions that the run writes to disk.
     """
-    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-    return RingBytes(device=device_bytes(shapes), host=(capacity + 1) * host_copy_bytes(shapes), disk=num_persisted * whole)
+    published, whole = device_bytes(shapes), sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    held = {
+        SourceName.LAGGED: published,  # the version before
+        SourceName.EWMA: published + _float32_bytes(shapes),  # what scores, and the average behind it
+    }
+    return AnchorBytes(
+        held=held.get(source, 0),
+        replay=2 * device_bytes(scored_shapes) if replays else 0,  # one that scores, and the next one that is on its way
+        host=(capacity + 1) * host_copy_bytes(shapes),
+        disk=num_persisted * whole,
+    )
+
+
+def _float32_bytes(shapes: Params) -> int:
+    return sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes))
 
 
 def num_persisted(num_publishes: int, persist_every: int) -> int:
@@ -83,7 +103,7 @@ def check_ring_fits(shapes: Params, *, capacity: int, available: int | None = No
     """
     available = psutil.virtual_memory().available if available is None else available
     each = host_copy_bytes(shapes)
-    wanted = ring_bytes(shapes, capacity=capacity, num_persisted=0).host
+    wanted = (capacity + 1) * each
     if wanted > available:
         raise ValueError(f"a ring of {capacity} versions, and one more while a version is saved, takes {capacity + 1} x "
                          f"{each / GIB:.3g} GiB = {wanted / GIB:.3g} GiB of host memory, but {available / GIB:.3g} GiB are "

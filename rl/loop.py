@@ -346,6 +346,7 @@ class Loop:
             **rooms.source.metrics(),
             "ring_versions": len(rooms.ring.versions),
             "ring_bytes": rooms.ring.nbytes,
+            **{f"anchor_{tier}_bytes": size for tier, size in dataclasses.asdict(rooms.anchor_bytes).items()},
             **{f"seconds_{name}": seconds for name, seconds in self._seconds.items()},
             "seconds_step": elapsed,
         }

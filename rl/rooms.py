@@ -3,6 +3,7 @@
 import dataclasses
 
 from rl.admission import Admission
+from rl.budget import AnchorBytes
 from rl.decomposition import Decomposition
 from rl.exactness import ExactnessProbe
 from rl.learner import Learner
@@ -32,8 +33,9 @@ class Rooms:
     ledger: Ledger
     metrics: MetricsWriter
     timeline: Timeline
+    anchor_bytes: AnchorBytes
 
     @property
     def needs_ring(self) -> bool:
         """Whether versions must stay in the ring until their last token is scored."""
-        return self.source.needs_ring or self.decomposition.is_on and not self.source.exact
+        return self.source.name.needs_ring or self.decomposition.is_on and not self.source.exact

@@ -53,11 +53,12 @@ class Scorer:
                  temperature: float):
         if rows_per_device < 1:
             raise ValueError(f"the scorer takes {rows_per_device} rows a device, wanted at least 1; change --score-rows")
+        self.mesh = mesh
         self.rows = rows_per_device * num_batch_shards(mesh)
         self._own_rows = processes.share(self.rows, "rows of a scored call")
         self.lengths = lengths
         self._row_sharding = batch_sharding(mesh)
-        self._parameter_shardings = parameter_shardings(model.axes, model.shapes, mesh)
+        self.parameter_shardings = parameter_shardings(model.axes, model.shapes, mesh)
         self._vocab_size = model.config.vocab_size
         model = dataclasses.replace(model, activation_sharding=self._row_sharding)
         self._program = functools.partial(score, model, temperature=temperature)
@@ -124,20 +125,20 @@ class Scorer:
         recompiled = processes.own_rows(self._dispatch(self._compile(), params, rows, length))
         errors = processes.gather([np.abs(permuted - first[order]).max(), np.abs(recompiled - first).max()]).max(axis=0)
         differences = {"permuted_rows_max_error": float(errors[0]), "recompiled_max_error": float(errors[1])}
-        device = self._row_sharding.mesh.devices.flat[0]
+        device = self.mesh.devices.flat[0]
         return {"replay": "bitwise" if not any(differences.values()) else "approximate", **differences,
-                "platform": device.platform, "device_kind": device.device_kind, "num_devices": self._row_sharding.mesh.size,
+                "platform": device.platform, "device_kind": device.device_kind, "num_devices": self.mesh.size,
                 "rows": self.rows, "length": length}
 
     def place(self, params: Params) -> Params:
         """Parameters where `score` wants them, sent once for all calls; what lies in place already stays."""
-        return jax.device_put(params, self._parameter_shardings)
+        return jax.device_put(params, self.parameter_shardings)
 
     def _compile(self):
         # A fresh function object: jit shares compilations between equal ones.
         rows = self._row_sharding
         return jax.jit(lambda params, tokens, valid: self._program(params, tokens, valid).logprobs,
-                       in_shardings=(self._parameter_shardings, rows, rows), out_shardings=rows)
+                       in_shardings=(self.parameter_shardings, rows, rows), out_shardings=rows)
 
     def _dispatch(self, program, params: Params, rows: Sequence[np.ndarray], length: int, fill: int = 0) -> jax.Array:
         rows = rows or [np.zeros(0, np.int32)]  # a process without rows takes part in the others' call

@@ -15,6 +15,8 @@ import operator
 import threading
 from collections.abc import Callable, Collection, Iterable
 
+import jax
+
 from rl import processes, snapshot_store
 
 
@@ -139,13 +141,18 @@ class SnapshotRing:
         if self._persist_every is not None and version % self._persist_every == 0:
             self.persist(version)
 
-    def get(self, version: int) -> dict:
-        """The parameters on their devices, bitwise equal to those put and with their sharding.
+    def get(self, version: int, shardings: dict | None = None) -> dict:
+        """The parameters on devices, bitwise equal to those put.
+
+        Args:
+          version: which.
+          shardings: tree of where they shall lie, which may be other devices; by default as those put. In one process only.
 
         Raises:
           VersionGone: the ring does not hold this version.
         """
-        return self._copy(version).to_device()
+        copy = self._copy(version)
+        return copy.to_device() if shardings is None else jax.device_put(copy.to_numpy(), shardings)
 
     def held_by_any(self, versions: Collection[int]) -> list[int]:
         """The versions of the ring that this process or any other one names, newest first. Collective with several processes."""

@@ -28,6 +28,16 @@ class SourceName(enum.Enum):
     RECOMPUTE = "recompute"  # approximate: scored under the parameters at the start of the learner step
     SAMPLER = "sampler"  # approximate: the sampling engine's own logprobs
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the anchors are the old logprobs."""
+        return self in (SourceName.SNAPSHOT, SourceName.DEDICATED, SourceName.INTERRUPT)
+
+    @property
+    def needs_ring(self) -> bool:
+        """Whether versions must stay in the ring until their last token is scored."""
+        return self in (SourceName.SNAPSHOT, SourceName.DEDICATED)
+
 
 class GonePolicy(enum.Enum):
     """What becomes of a trajectory when a version that it needs was let go before it was scored. Nothing takes its place."""
@@ -80,7 +90,6 @@ class OldLogprobSource:
       name: its name in the switch.
       caveat: what a user of an approximation must know; None for an exact source.
       inside: the function to call inside the step, for a source that acts there.
-      needs_ring: whether versions must stay in the ring until their last token is scored.
       interrupts: whether the sampler must pause while a version is published.
       cost: so far.
     """
@@ -88,7 +97,6 @@ class OldLogprobSource:
     name: SourceName
     caveat: str | None = None
     inside: AnchorFunction | None = None
-    needs_ring: bool = False
     interrupts: bool = False
 
     def __init__(self):
@@ -97,7 +105,7 @@ class OldLogprobSource:
     @property
     def exact(self) -> bool:
         """Whether the anchors are the old logprobs."""
-        return self.caveat is None
+        return self.name.is_exact
 
     def anchor(self, trajectories: Sequence[Trajectory], version: int, params: Params) -> Anchored:
         """Anchors for a batch; `params` are the published parameters of the learner's `version`, at the start of its step."""

@@ -67,7 +67,6 @@ class SnapshotSource(ExactSource):
     """
 
     name = SourceName.SNAPSHOT
-    needs_ring = True
 
     def __init__(self, ring: SnapshotRing, scorer: Scorer, gone: GonePolicy = GonePolicy.ERROR):
         super().__init__(scorer, gone)
@@ -159,16 +158,15 @@ class DedicatedSource(ExactSource):
     The learner waits for what is not ready, and that is the cost, beside the devices.
 
     Args:
-      ring: of the versions; each is copied to the scorer's devices when it is wanted there.
+      ring: of the versions; each goes from host memory to the scorer's devices when it is wanted there.
       scorer: on its own mesh.
     """
 
     name = SourceName.DEDICATED
-    needs_ring = True
 
     def __init__(self, ring: SnapshotRing, scorer: Scorer, gone: GonePolicy = GonePolicy.ERROR):
         super().__init__(scorer, gone)
-        self._ring, self._place_params = ring, scorer.place
+        self._ring, self._shardings = ring, scorer.parameter_shardings
         self._waiting: queue.SimpleQueue[Trajectory | None] = queue.SimpleQueue()
         self._scores: dict[int, dict[int, VersionScore]] = {}  # by request id
         self._wanted: set[int] = set()  # request ids handed in, and neither taken nor forgotten
@@ -249,5 +247,5 @@ class DedicatedSource(ExactSource):
 
     def _place(self, version: int) -> Params:
         if self._placed is None or self._placed[0] != version:
-            self._placed = version, self._place_params(self._ring.get(version))
+            self._placed = version, self._ring.get(version, self._shardings)
         return self._placed[1]

@@ -19,7 +19,8 @@ from launch.config import MeshOptions
 from launch.display import Display
 from launch.plan import LIVE_VERSIONS, Moment, Plan, Work, compile_work, figures, make_plan, show, verdict
 from launch.topology import HbmExceeded, ProgramMemory
-from rl.budget import RingBytes
+from rl.budget import AnchorBytes
+from rl.old_logprobs import SourceName
 from tests.tiny import tiny_config
 
 GIB = 2**30
@@ -29,7 +30,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 
 def planned(moments: list[Moment]) -> Plan:
     chip = {"parameters": GIB, "optimizer": 2 * GIB, "published": GIB, "weights": GIB, "cache": GIB}
-    return Plan(16 * GIB, chip, chip, moments, RingBytes(device=GIB, host=9 * GIB, disk=5 * GIB), num_persisted=5)
+    return Plan(16 * GIB, chip, chip, moments, AnchorBytes(held=0, replay=GIB, host=9 * GIB, disk=5 * GIB), is_dedicated=False)
 
 
 def moment(name: str, peak: float, beside: float) -> Moment:
@@ -74,12 +75,17 @@ def test_a_refused_program_takes_what_the_compiler_says_or_else_what_arithmetic_
     assert planned([found]).too_large == [found]
 
 
-@pytest.fixture(scope="module", params=[0, 4], ids=["shared", "disjoint"])
+@pytest.fixture(scope="module", params=["shared", "disjoint", "dedicated", "ewma"])
 def tiny_plan(request):
     """Of devices that are there: every program is lowered, and only the compiler's part is left out."""
     config = tiny_config(mesh=MeshOptions(fsdp=2, tensor=2))
-    config = dataclasses.replace(config, sampler=dataclasses.replace(config.sampler, sampler_devices=request.param))
-    foundation = Foundation.of(config)
+    changes = {
+        "shared": {},
+        "disjoint": {"sampler": dataclasses.replace(config.sampler, sampler_devices=4)},
+        "dedicated": {"snapshots": dataclasses.replace(config.snapshots, old_logprobs=SourceName.DEDICATED, scorer_devices=4)},
+        "ewma": {"snapshots": dataclasses.replace(config.snapshots, old_logprobs=SourceName.EWMA, decompose_every=0)},
+    }
+    foundation = Foundation.of(dataclasses.replace(config, **changes[request.param]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "hbm_bytes", lambda device: 2**24)
         patch.setattr(plan, "compile_program", lambda name, lowered: ProgramMemory(2**20, 2**21, 3 * 2**20))
@@ -90,6 +96,9 @@ def tiny_plan(request):
 def test_beside_a_program_lies_what_it_does_not_hold_itself(tiny_plan):
     foundation, made = tiny_plan
     state, sampling = ("parameters", "optimizer", "published"), ("weights", "cache")
+    is_ewma, version = made.anchors.held > 0, made.learner["published"] // LIVE_VERSIONS
+    if is_ewma:
+        state = (*state, "anchor_held")
     if foundation.sampler_mesh is foundation.mesh:
         assert set(made.learner) == set(made.sampler) == {*state, *sampling}
     else:
@@ -98,7 +107,10 @@ def test_beside_a_program_lies_what_it_does_not_hold_itself(tiny_plan):
     assert list(by_name) == ["learner step", "score", "decode", "refill", "new policy"]
     chip = made.learner
     assert by_name["learner step"].beside == sum(chip.values()) - chip["parameters"] - chip["optimizer"]
-    assert by_name["score"].beside == sum(chip.values())
+    if made.is_dedicated:
+        assert by_name["score"].beside == version  # the next one
+    else:  # what is scored is one of two versions that are replayed; or the average, which is held anyhow
+        assert by_name["score"].beside == sum(chip.values()) + (-version if is_ewma else version)
     chip = made.sampler
     assert by_name["decode"].beside == by_name["new policy"].beside == sum(chip.values())
     assert by_name["refill"].beside == sum(chip.values()) - chip["weights"] - chip["cache"]
@@ -218,7 +230,7 @@ def test_eight_billion_parameters_on_64_chips_and_not_on_16(tmp_path):
     assert found["parameters_bytes"] + found["optimizer_bytes"] == pytest.approx(arithmetic, rel=0.02)
     assert found["learner_step_arguments_bytes"] == pytest.approx(arithmetic, rel=0.02)
     assert found["processes"] == 16
-    assert found["ring_host_bytes"] == pytest.approx(9 * 2 * found["num_parameters"] / 16, rel=0.02)
+    assert found["anchor_host_bytes"] == pytest.approx(9 * 2 * found["num_parameters"] / 16, rel=0.02)
     done = run("decoder_8b", "--topology", "v5e:4x4", "--json", str(path))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "does not fit into a chip's 15.75 GiB\n  learner step: " in done.stdout and "Traceback" not in done.stderr

@@ -82,9 +82,9 @@ class RecordingScorer:
 
     params = None
 
-    def score(self, params, rows):
+    def start(self, params, rows):
         self.params = params
-        return [RowScore(np.zeros(len(row), np.float32), Bucket(len(rows), 8)) for row in rows]
+        return lambda: [RowScore(np.zeros(len(row), np.float32), Bucket(len(rows), 8)) for row in rows]
 
 
 TRAJECTORY = Trajectory(

@@ -8,9 +8,12 @@ import pytest
 from launch.build import Foundation
 from launch.config import MeshOptions
 from models.config import Precision
-from rl.budget import check_ring_fits, device_bytes, host_copy_bytes, num_persisted, ring_bytes
+from rl.budget import check_ring_fits, device_bytes, host_copy_bytes, num_persisted
+from rl.learner import publish_cast
+from rl.old_logprobs import SourceName
 from rl.old_logprobs.approximate import SamplerSource
 from rl.snapshot_store import host_copy
+from rl.snapshots import SnapshotRing
 from tests.tiny import tiny_config
 
 
@@ -54,11 +57,43 @@ def test_half_the_precision_is_half_the_memory():
     )
 
 
-def test_the_ring_by_tier():
-    shapes = published((1, 8, 1)).published_shapes
-    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes))
-    ring = ring_bytes(shapes, capacity=8, num_persisted=3)
-    assert (ring.device, ring.host, ring.disk) == (whole // 8, 9 * whole, 3 * whole)
+@pytest.mark.parametrize(
+    ("source", "held", "replay"),  # in bytes a parameter, of bfloat16
+    [("snapshot", 0, 4), ("dedicated", 0, 4), ("interrupt", 0, 0), ("lagged", 2, 4), ("ewma", 6, 4), ("recompute", 0, 4),
+     ("interpolate", 0, 4), ("sampler", 0, 4)],
+)  # fmt: skip
+@pytest.mark.parametrize("decompose_every", [0, 1])
+def test_anchors_by_tier(source, held, replay, decompose_every):
+    config = tiny_config(mesh=MeshOptions(1, 4, 1))
+    snapshots = dataclasses.replace(
+        config.snapshots,
+        old_logprobs=SourceName(source),
+        scorer_devices=4 if source == "dedicated" else 0,
+        publish_dtype=Precision.BFLOAT16,
+        decompose_every=decompose_every,
+    )
+    foundation = Foundation.of(dataclasses.replace(config, snapshots=snapshots, steps=9))
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(foundation.published_shapes))
+    found = foundation.anchor_bytes()
+    assert found.held == held * num_parameters / 4
+    replays = bool(decompose_every) and source != "interrupt" or source in ("snapshot", "dedicated")
+    assert found.replay == (replay * num_parameters / 4 if replays else 0)
+    assert found.host == (9 if replays else 2) * 2 * num_parameters
+    assert found.disk == 6 * 2 * num_parameters  # versions 0, 2, 4, 6, 8 and the last
+
+
+@pytest.mark.parametrize("source", ["ewma", "lagged"])
+def test_a_source_holds_what_was_reckoned(source):
+    config = tiny_config(mesh=MeshOptions(1, 4, 1))
+    config = dataclasses.replace(config, snapshots=dataclasses.replace(config.snapshots, old_logprobs=SourceName(source)))
+    foundation = Foundation.of(config)
+    made = foundation.source(SnapshotRing(1), foundation.scorer())
+    first, second = (publish_cast(foundation.initial_params(), config.snapshots.publish_dtype) for _ in range(2))
+    made.published(0, first, first)
+    made.published(1, second, second)
+    trees = {"ewma": lambda: (made._anchor, made._state), "lagged": lambda: made._previous}[source]()
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(trees) if leaf.ndim)
+    assert foundation.anchor_bytes().held == held
 
 
 @pytest.mark.parametrize(("num_publishes", "persist_every"), [(0, 4), (1, 4), (8, 4), (9, 4), (11, 4), (5, 1), (3, 100)])

@@ -184,6 +184,17 @@ def test_tokens_that_are_not_trained_miss_no_version(scorer):
             assert after.loss_mask is before.loss_mask and np.isfinite(after.old_logprobs[after.loss_mask]).all()
 
 
+def test_a_version_goes_from_host_memory_to_where_it_is_wanted(scorer):
+    """Whatever the learner's sharding; its devices see nothing of it."""
+    params = params_of(0, mesh_of(0, 4), Precision.BFLOAT16)
+    ring = SnapshotRing(1)
+    ring.put(0, params)
+    wanted = Scorer(MODEL, mesh_of(4, 2), rows_per_device=1, lengths=(24,), temperature=1.0).parameter_shardings
+    for leaf, expected, sharding in zip(*map(jax.tree.leaves, (ring.get(0, wanted), params, wanted)), strict=True):
+        assert leaf.sharding == sharding and leaf.dtype == expected.dtype
+        assert np.asarray(leaf).tobytes() == np.asarray(expected).tobytes()
+
+
 def test_interrupt_forgets_and_remembers(scorer):
     source, again = InterruptSource(scorer), InterruptSource(scorer)
     params = params_of(0, mesh_of(0, 1), Precision.FLOAT32)
@@ -212,16 +223,17 @@ def test_a_dedicated_scorer_raises_its_thread_s_failure_where_the_learner_waits(
 
 
 def test_a_dedicated_scorer_passes_over_what_was_forgotten(scorer):
-    source = DedicatedSource(make_ring(2), scorer)
+    ring = make_ring(2)
+    source = DedicatedSource(ring, scorer)
     gone = [trajectory for trajectory in TRAJECTORIES if 0 in trajectory.versions][:3]
     kept = [trajectory for trajectory in TRAJECTORIES if trajectory.versions == (2,)][:3]
-    hold, place = threading.Event(), source._place_params
+    hold, get = threading.Event(), ring.get
 
-    def late_place(params):
+    def late_get(*arguments):
         assert hold.wait(60)
-        return place(params)
+        return get(*arguments)
 
-    source._place_params = late_place
+    ring.get = late_get
     source.finished(kept[:1])  # the thread is held up by this one
     source.finished(gone)
     source.forget(gone)

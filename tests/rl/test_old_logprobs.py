@@ -141,7 +141,7 @@ def test_each_source_knows_its_name_and_only_an_approximation_has_a_caveat(score
     assert source.name is name
     assert source.exact == (source.caveat is None) == (name in EXACT)
     assert (source.inside is None) == (name not in (SourceName.SAMPLER, SourceName.INTERPOLATE))
-    assert source.needs_ring == (name in (SourceName.SNAPSHOT, SourceName.DEDICATED))
+    assert name.needs_ring == (name in (SourceName.SNAPSHOT, SourceName.DEDICATED))
     assert source.interrupts == (name is SourceName.INTERRUPT)
 
 

@@ -9,7 +9,7 @@ import jax
 
 from launch import run_directory
 from launch.config import Config, ConfigError
-from launch.mesh import by_process, make_mesh, make_sampler_mesh, make_scorer_mesh, make_serving_mesh
+from launch.mesh import by_process, check_threads, make_mesh, make_sampler_mesh, make_scorer_mesh, make_serving_mesh
 from models.config import ModelConfig
 from models.sharding import DECODE_RULES, RULES, check_rows, num_batch_shards, parameter_shardings
 from models.tokenizer import ByteTokenizer
@@ -81,6 +81,7 @@ class Foundation:
                     f"--old-logprobs dedicated runs in one process, here are {num_processes}; take --old-logprobs snapshot"
                 )
             parameter_shardings(self.model.axes, self.model.shapes, self.scorer_mesh)
+            check_threads(self.mesh, self.scorer_mesh)
         if config.warm_start.updates:
             check_warm_rows(config.warm_start, self.mesh)
         if num_processes > 1 and options.schedule is Schedule.THREADS and config.snapshots.exactness_every:

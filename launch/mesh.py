@@ -4,6 +4,7 @@ With several processes the learner's mesh spans them, with equally many devices 
 """
 
 import itertools
+import os
 from collections.abc import Sequence
 
 import jax
@@ -12,6 +13,8 @@ from jax.experimental import mesh_utils
 
 from launch.config import ConfigError, MeshOptions, SamplerOptions
 from models.sharding import MESH_AXES
+
+THREADS_PER_DEVICE = 4  # of a CPU: with 1 runs hung, with 4 they did not
 
 
 def by_process(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
@@ -99,6 +102,25 @@ def make_scorer_mesh(
             f"XLA_FLAGS=--xla_force_host_platform_device_count={first + num_scorer}"
         )
     return _arrange(mesh.devices.shape if num_scorer == mesh.size else (1, num_scorer, 1), own)
+
+
+def check_threads(learner: jax.sharding.Mesh, scorer: jax.sharding.Mesh) -> None:
+    """Refuses two meshes on which programs wait for each other at once, where XLA has too few threads for the waiting.
+
+    XLA runs virtual devices of a CPU in one pool of threads, as many as there are cores or devices. A program that waits in a
+    collective holds a thread on each of its devices; two at once, and what they wait for may find none.
+
+    Raises:
+      ConfigError: the meshes are such, and the pool has not been made larger.
+    """
+    platforms = {device.platform for device in (*learner.devices.flat, *scorer.devices.flat)}
+    wanted = THREADS_PER_DEVICE * (learner.size + scorer.size)
+    threads = int(os.environ.get("NPROC", 0)) or os.cpu_count()
+    if platforms == {"cpu"} and min(learner.size, scorer.size) > 1 and threads < wanted:
+        raise ConfigError(
+            f"a learner on {learner.size} and a scorer on {scorer.size} devices of a CPU may wait for each other for ever: XLA "
+            f"has {threads} threads, wanted {wanted}; set the environment variable NPROC={wanted}"
+        )
 
 
 def make_serving_mesh(

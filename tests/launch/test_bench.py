@@ -1,6 +1,9 @@
 """Benchmarks: found by name, refused in a sentence, their figures written as one flat object."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -8,7 +11,7 @@ from launch import bench
 
 
 def test_names_and_help(capsys):
-    assert bench.names() == ["old_logprobs", "threads"]
+    assert bench.names() == ["dedicated", "old_logprobs", "threads"]
     assert bench.main([]) == 0
     printed = capsys.readouterr().out
     assert "usage" in printed and "threads" in printed
@@ -53,3 +56,13 @@ def test_old_logprobs_are_exact_where_they_claim_to_be(tmp_path):
         assert found[f"error_mean/{source}/8"] > found[f"error_mean/{source}/2"] > 1e-4
     assert found["error_mean/lagged/0"] > 1e-4
     assert 1 <= found["padded_over_scored/1"] <= found["padded_over_scored"] <= 1.3 and found["replay_over_recompute"] > 0
+
+
+@pytest.mark.slow
+def test_a_dedicated_scorer_works_while_the_learner_trains(tmp_path):
+    """In a process of its own: XLA's pool of threads is made when JAX starts. How long anything takes is no test's business."""
+    path, command = tmp_path / "figures.json", [sys.executable, "-m", "launch.bench", "dedicated", "--steps", "3"]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "NPROC": "32"}
+    subprocess.run([*command, "--json", str(path)], env=environment, check=True, timeout=600)
+    found = json.loads(path.read_text())
+    assert found["wait_over_score"] >= 0 and found["score_over_train"] > 0 and found["seconds_step"] > 0

@@ -159,6 +159,13 @@ def test_evaluate_takes_top_p_and_names_missing_versions(tiny_run, capsys):
         (["--old-logprobs", "dedicated", "--scorer-devices", "8"], ["8", "--scorer-devices"]),
         (["--old-logprobs", "dedicated", "--scorer-devices", "1", "--ring-capacity", "4"], ["4", "5", "--ring-capacity"]),
         (["--old-logprobs", "ewma", "--ring-capacity", "2"], ["2", "5", "--ring-capacity", "--decompose-every 0"]),
+        (["--old-logprobs", "dedicated", "--fsdp", "4", "--scorer-devices", "4"], ["4", "NPROC=32"]),
+        (["--ring-full", "evict", "--ring-capacity", "2"], ["2", "5", "--ring-capacity"]),
+        (
+            ["--old-logprobs", "dedicated", "--scorer-devices", "1", "--ring-full", "evict", "--version-gone", "mask",
+             "--ring-capacity", "3"],
+            ["--ring-capacity is 3", "5", "chance"],
+        ),
         (["--scorer-devices", "1"], ["--scorer-devices", "snapshot", "dedicated"]),
         (["--old-logprobs", "interrupt", "--ring-capacity", "0"], ["--ring-capacity", "0", "1"]),
         (["--old-logprobs", "ewma", "--ewma.decay", "1"], ["--ewma.decay", "1"]),

@@ -18,6 +18,7 @@ from rl.loop import Schedule
 from rl.old_logprobs import GonePolicy, SourceName
 from rl.old_logprobs.exact import DedicatedSource, InterruptSource, SnapshotSource
 from rl.scorer import Scorer
+from rl.snapshot_store import params_digest
 from rl.snapshots import SnapshotRing, VersionGone
 from rl.threads import Interleaving, Repeat, Threads, read_interleaving
 from rl.types import NO_POLICY, FinishReason, Trajectory
@@ -278,6 +279,35 @@ def test_a_run_with_either_of_them_ends_with_the_same_weights(tmp_path):
     for other in others:
         assert_same_weights(first, other)
     assert segments_of(tmp_path / "snapshot") == segments_of(tmp_path / "dedicated") == segments_of(tmp_path / "interrupt")
+
+
+@pytest.mark.parametrize("name", SourceName)
+def test_scoring_leaves_the_live_parameters_as_they_are(tmp_path, name):
+    """Also when the next learner step donates its own weights, and when what is scored lies in the same memory."""
+    loop = tiny_loop(tmp_path, config_of(name), devices=(1, 4, 1) if name is SourceName.SNAPSHOT else (1, 1, 1))
+    loop.run(6)
+    loop.begin_round()
+    loop.end_round(loop.roll(1))  # tokens of the newest version
+
+    def facts(params):
+        return params_digest(params), [(leaf.sharding, leaf.dtype) for leaf in jax.tree.leaves(params)]
+
+    live, state = loop.live, loop._rooms.learner.train_state
+    before = facts(live), facts(state.params), [np.asarray(leaf) for leaf in jax.tree.leaves(state.optimizer)]
+    queued = [trajectory for trajectory in loop._unscored() if trajectory.versions]
+    loop.source.take_cost()
+    if name is SourceName.INTERRUPT:
+        loop.source.superseding(loop.version, live, queued)
+    else:
+        assert len(loop.source.anchor(queued, loop.version, live).proximal_logprobs) == len(queued) > 8
+    assert (loop.source.take_cost().scored_tokens > 8) == (loop.source.inside is None)
+    assert (facts(live), facts(state.params)) == before[:2]
+    for leaf, expected in zip(jax.tree.leaves(state.optimizer), before[2], strict=True):
+        np.testing.assert_array_equal(leaf, expected)
+    loop.run(7)  # donates the state, and live was a copy of its own
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    assert facts(live) == before[0]
+    loop.finish()
 
 
 @pytest.mark.slow

@@ -1,10 +1,11 @@
 """Old logprobs: how far each source's anchor is from the exact one, by staleness, and what exactness costs.
 
-A policy is trained for some steps. Then each of its past versions plays the same games, and every source anchors them for a
-learner step of two minibatches at the present version: as old as the version is, so stale are the tokens. The error is the
-distance from the exact old logprob, over all trained tokens of both minibatches. Timed side by side on one batch, with a model
-that is large enough for its arithmetic to take most of the time: the replay of 1 and of 5 versions, one a trajectory, against
-scoring everything once under the present version, in buckets of one row.
+A policy is trained for some steps. Some of its versions play the same games while they are live, and then every source anchors
+them for a learner step of two minibatches at the present version: as old as the version is, so stale are the tokens. The error is
+the distance from the exact old logprob, over all trained tokens of both minibatches. No source is its own judge: one that claims
+to be exact is compared with the scores of the version while it was live. Timed side by side on one batch, with a model that is
+large enough for its arithmetic to take most of the time: the replay of 1 and of 5 versions, one a trajectory, against scoring
+everything once under the present version, in buckets of one row.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ from rl.decomposition import Decomposition
 from rl.environments import Split
 from rl.evaluation import evaluate
 from rl.learner import Learner, publish_cast
-from rl.old_logprobs import EwmaOptions, OldLogprobSource, SourceName
+from rl.loop import Loop
+from rl.old_logprobs import EwmaOptions, OldLogprobSource, SourceName, score_version
 from rl.old_logprobs.approximate import RecomputeSource
 from rl.old_logprobs.exact import DedicatedSource, SnapshotSource
 from rl.sampler import Sampler
@@ -59,13 +61,13 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Past:
-    """What a run leaves: its versions, and what each of those that are compared played."""
+    """What a run leaves: its versions, and what each of those that are compared played and scored while it was live."""
 
     foundation: Foundation
     learner_state: dict
     ring: SnapshotRing
     scorer: Scorer
-    episodes: dict[int, list[Trajectory]]  # by staleness
+    episodes: dict[int, list[Trajectory]]  # by staleness; with old logprobs
 
     @property
     def version(self) -> int:
@@ -122,26 +124,31 @@ def _play(options: Options, display: Display) -> Past:
     make_sampler, scorer = foundation.sampler_factory(), foundation.scorer()
     display.phase(f"warm start, {options.warm_start_updates} updates")
     params = warm_started(foundation)
+    episodes = {}
     with tempfile.TemporaryDirectory() as directory:
         loop = build_loop(foundation, pathlib.Path(directory), make_sampler(), scorer)
         with contextlib.closing(loop):
             loop.start(params)
-            display.phase(f"training, {options.learner_steps} learner steps")
-            loop.run(options.learner_steps)
-            past = Past(foundation, loop.rooms.learner.state(), loop.rooms.ring, scorer, {})
-            for staleness in STALENESS:
-                display.phase(f"version {past.version - staleness} plays")
-                past.episodes[staleness] = _episodes(past, make_sampler(), past.version - staleness, options.episodes)
-    return past
+            for staleness in sorted(STALENESS, reverse=True):
+                steps = options.learner_steps - staleness
+                display.phase(f"training up to version {steps}, which plays")
+                loop.run(steps)
+                episodes[staleness] = _episodes(loop, config, make_sampler(), scorer, options.episodes)
+            return Past(foundation, loop.rooms.learner.state(), loop.rooms.ring, scorer, dict(sorted(episodes.items())))
 
 
-def _episodes(past: Past, sampler: Sampler, version: int, num_episodes: int) -> list[Trajectory]:
-    config = past.foundation.config
-    sampler.publish(version, past.ring.get(version))
+def _episodes(loop: Loop, config: Config, sampler: Sampler, scorer: Scorer, num_episodes: int) -> list[Trajectory]:
+    """What the live version plays, with the old logprobs that it scores itself."""
+    version, live = loop.version, loop.live
+    sampler.publish(version, live)
     environments = config.environment_factory(Split.HELD_OUT)
-    return evaluate(
-        sampler, environments, num_episodes=num_episodes, greedy=False, max_length=config.model.max_length
-    ).trajectories
+    played = evaluate(sampler, environments, num_episodes=num_episodes, greedy=False, max_length=config.model.max_length)
+    episodes = []
+    for trajectory, score in zip(played.trajectories, score_version(scorer, live, version, played.trajectories), strict=True):
+        old_logprobs = np.full(len(trajectory), np.nan, np.float32)
+        old_logprobs[trajectory.policy_versions == version] = score.logprobs
+        episodes.append(dataclasses.replace(trajectory, old_logprobs=old_logprobs))
+    return episodes
 
 
 def _make(past: Past, name: str) -> OldLogprobSource:
@@ -180,12 +187,12 @@ def _errors(past: Past, name: str, learner: Learner) -> dict[str, float]:
 def _decompose(past: Past, source: OldLogprobSource, learner: Learner, episodes: list[Trajectory]) -> dict:
     """One learner step on the episodes, with its log ratios taken apart."""
     version, live = past.version, past.live
-    anchored = source.anchor(episodes, version, live)
+    anchored = dataclasses.replace(source.anchor(episodes, version, live), trajectories=episodes)  # with what was scored live
     decomposition = Decomposition(learner, source, past.ring, past.scorer, every=1)
     decomposition.begin(anchored, version, live)
     advantages = np.random.default_rng(0).normal(size=len(episodes)).astype(np.float32)
     batch = make_batch(
-        anchored.trajectories,
+        episodes,
         proximal_logprobs=anchored.proximal_logprobs,
         advantages=advantages,
         num_rows=len(episodes),

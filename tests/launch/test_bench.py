@@ -6,8 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from launch import bench
+from launch.benches import old_logprobs
+from launch.display import Display
 
 
 def test_names_and_help(capsys):
@@ -66,3 +69,15 @@ def test_a_dedicated_scorer_works_while_the_learner_trains(tmp_path):
     subprocess.run([*command, "--json", str(path)], env=environment, check=True, timeout=600)
     found = json.loads(path.read_text())
     assert found["wait_over_score"] >= 0 and found["score_over_train"] > 0 and found["seconds_step"] > 0
+
+
+@pytest.mark.slow
+def test_an_exact_source_that_is_none_is_found_out(monkeypatch):
+    options = old_logprobs.Options(episodes=8, warm_start_updates=1, learner_steps=8)
+    past = old_logprobs._play(options, Display(0, Console(quiet=True)))
+    learner = past.foundation.learner(old_logprobs._make(past, "snapshot"))
+    assert {old_logprobs._errors(past, "snapshot", learner)[f"error_max/snapshot/{age}"] for age in (0, 8)} == {0.0}
+    live = past.live
+    monkeypatch.setattr(past.ring, "get", lambda version: live)
+    found = old_logprobs._errors(past, "snapshot", learner)
+    assert found["error_max/snapshot/0"] == 0.0 and found["error_max/snapshot/8"] > 1e-4

@@ -25,6 +25,7 @@ from launch.build import Foundation
 from launch.config import Config, ConfigError, check, parse
 from launch.display import Display
 from launch.stopping import StopRequest
+from launch.styles import STYLES
 from launch.train import Run, warm_started
 from models.transformer import Params
 from rl.old_logprobs import SourceName
@@ -33,7 +34,6 @@ from rl.training import NonFiniteLoss
 PROGRAM = "python -m launch.ablate"
 FIGURES, PICTURE = "ablation.json", "ablation.png"
 SMOOTHED_STEPS = 8  # of a learning curve
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#F0E442", "#000000")  # Okabe and Ito's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,16 +250,17 @@ def draw(results: Sequence[Result]):
     sources, ages = (list(dict.fromkeys(values)) for values in zip(*((r.source, r.staleness) for r in results), strict=True))
     figure = Figure(figsize=(4.2 * (1 + len(ages)), 4), layout="constrained")
     errors, *curves = figure.subplots(1, 1 + len(ages))
-    for source, colour in zip(sources, COLOURS, strict=False):
+    for source in sources:
         of_source = [group for (name, _), group in _by_curve(results).items() if name == source]
         points = sorted(_means(group, ("staleness_mean", "approximation_error_mean")) for group in of_source)
-        errors.plot(*zip(*points, strict=True), "o-", color=colour, label=source, clip_on=False)
+        errors.plot(*zip(*points, strict=True), label=source, clip_on=False, **STYLES[source])
     errors.set_yscale("symlog", linthresh=1e-7)
     errors.set_ylim(bottom=0)
+    errors.set_xlim(-0.1, max(ages) + 0.1)  # no token is older than the bound
     errors.set(xlabel="mean age of trained tokens (versions)", ylabel="nats", title="Error of the anchor")
     for axes, age in zip(curves, ages, strict=True):
-        for source, colour in zip(sources, COLOURS, strict=False):
-            _draw_curve(axes, _by_curve(results).get((source, age), []), colour)
+        for source in sources:
+            _draw_curve(axes, _by_curve(results).get((source, age), []), STYLES[source]["color"])
         axes.set(xlabel="learner step", ylim=(0, None), title=f"Reward, staleness up to {age}")
     figure.legend(*errors.get_legend_handles_labels(), loc="outside lower center", ncols=len(sources), frameon=False)
     for axes in (errors, *curves):

@@ -21,6 +21,7 @@ import numpy as np
 from launch.build import Foundation, build_loop
 from launch.config import Config, load_config
 from launch.display import Display
+from launch.styles import STYLES
 from launch.train import warm_started
 from models.transformer import Params
 from rl.batching import make_batch
@@ -40,8 +41,6 @@ from rl.types import Trajectory
 STALENESS = (0, 1, 2, 4, 8)
 WINDOWLESS = "ewma_w0"
 """EWMA with a window of no publishes: it must be what recompute is."""
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#F0E442", "#000000")  # Okabe and Ito's
-MARKERS = "os^vDPX*"
 NUM_VERSIONS = (1, 5)
 """In the batch whose replay is timed."""
 
@@ -98,7 +97,10 @@ def run(options: Options, display: Display) -> dict[str, float]:
     figures |= _costs(past, options.repetitions)
     _show(figures, display)
     if options.plot is not None:
-        _draw(figures, options.plot)
+        try:
+            draw(figures).savefig(options.plot, dpi=150)
+        except ImportError as error:
+            raise ValueError("--plot wants matplotlib; pip install -e '.[notebooks]'") from error
     return figures
 
 
@@ -255,23 +257,22 @@ def _nats(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
-def _draw(figures: dict[str, float], path: pathlib.Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot wants matplotlib; pip install -e '.[notebooks]'") from error
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
+def draw(figures: dict[str, float]):
+    """A matplotlib figure: the mean error of each source by staleness; what is exact at all of them shares a line."""
+    from matplotlib.figure import Figure  # of the extra `notebooks`
+
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
     axes = figure.subplots()
     lines = {source.value: [figures[f"error_mean/{source.value}/{age}"] for age in STALENESS] for source in SourceName}
     exact = [name for name, errors in lines.items() if not any(errors)]
-    axes.plot(STALENESS, [0] * len(STALENESS), color="black", linewidth=2.5, label=", ".join(exact), clip_on=False)
-    others = [(name, errors) for name, errors in lines.items() if name not in exact]
-    for (name, errors), colour, marker in zip(others, COLOURS, MARKERS, strict=False):
-        axes.plot(STALENESS, errors, color=colour, marker=marker, label=name, clip_on=False)
+    axes.plot(STALENESS, [0] * len(STALENESS), linewidth=3, label="\n".join(exact), clip_on=False, **STYLES[exact[0]])
+    for name, errors in lines.items():
+        if name not in exact:
+            axes.plot(STALENESS, errors, label=name, clip_on=False, **STYLES[name])
     axes.set_yscale("symlog", linthresh=1e-7)
     axes.set_ylim(bottom=0)
     axes.set(xlabel="staleness (versions)", ylabel="mean distance from the exact\nold logprob (nats)", xticks=STALENESS)
     figure.legend(loc="outside right center", frameon=False)
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    return figure

@@ -9,6 +9,7 @@ import pytest
 from launch import ablate, run_directory
 from launch.ablate import Ablation, Result, draw, grid, tables
 from launch.config import ConfigError, load_config
+from launch.styles import STYLES
 from rl import training
 from rl.old_logprobs import SourceName
 from tests.tiny import TINY_OPTIONS, assert_same_run, rows_of
@@ -112,6 +113,14 @@ def test_the_figure_has_the_errors_and_a_panel_for_each_staleness(tmp_path):
     assert [first.get_title()[-1], second.get_title()[-1]] == ["4", "1"]
     assert len(first.lines) == 2 and len(second.lines) == 1
     assert first.lines[0].get_ydata() == pytest.approx([0, 0.25, 0.5 / 3, (0.5 + 0.6) / 4])
+    alone = draw(RESULTS[:1]).axes[0]
+    assert alone.get_xlim() == errors.get_xlim() == pytest.approx((-0.1, 4.1))  # one point alone is no reason to zoom in
+
+
+def test_every_source_has_a_look_of_its_own():
+    assert STYLES.keys() == {source.value for source in SourceName}
+    for property in ("color", "marker"):
+        assert len({style[property] for style in STYLES.values()}) == len(SourceName)
 
 
 @pytest.mark.slow

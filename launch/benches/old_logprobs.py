@@ -265,7 +265,8 @@ def draw(figures: dict[str, float]):
     axes = figure.subplots()
     lines = {source.value: [figures[f"error_mean/{source.value}/{age}"] for age in STALENESS] for source in SourceName}
     exact = [name for name, errors in lines.items() if not any(errors)]
-    axes.plot(STALENESS, [0] * len(STALENESS), linewidth=3, label="\n".join(exact), clip_on=False, **STYLES[exact[0]])
+    if exact:
+        axes.plot(STALENESS, [0] * len(STALENESS), linewidth=3, label="\n".join(exact), clip_on=False, **STYLES[exact[0]])
     for name, errors in lines.items():
         if name not in exact:
             axes.plot(STALENESS, errors, label=name, clip_on=False, **STYLES[name])

@@ -10,7 +10,7 @@ nbformat = pytest.importorskip("nbformat", reason="nbformat is missing; pip inst
 
 DIRECTORY = pathlib.Path(__file__).resolve().parents[2] / "notebooks"
 PATHS = sorted(DIRECTORY.glob("*.ipynb"))
-NUM_FIGURES = {"old_logits": 4, "quickstart": 5}
+NUM_FIGURES = {"ablation": 3, "old_logits": 4, "quickstart": 5}
 MAX_LINES = 50  # of one output: about a screen
 
 

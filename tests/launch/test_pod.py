@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from hypothesis import example, given, settings
@@ -234,16 +235,18 @@ def test_a_failed_step_is_the_last(pod):
     assert [call[3] for call in pod.take_calls()] == ["create", "describe", "scp"]
 
 
+# Where the tests themselves run in the background, interrupts are ignored, and a child would inherit that.
+HEEDING_INTERRUPTS = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
 def test_an_interrupt_ends_the_waiting_and_says_what_goes_on(pod):
     pod.states("WAITING_FOR_RESOURCES")
     waiting = subprocess.Popen(
-        ["bash", pod.script, "wait", *PLACE],
+        [sys.executable, "-c", HEEDING_INTERRUPTS, "bash", pod.script, "wait", *PLACE],
         env=pod.environment,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Where the tests themselves run in the background, interrupts are ignored, and a child would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert any("WAITING_FOR_RESOURCES" in line for line in waiting.stderr)
     for _ in range(40):  # bash loses an interrupt that comes just when it starts a command, and one would press again

@@ -102,6 +102,8 @@ def grid(ablation: Ablation) -> list[Cell]:
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
     if ablation.run_dir is None:
         raise ConfigError("an ablation wants --run-dir: the same directory again goes on with it")
+    if ablation.run_dir.exists() and not ablation.run_dir.is_dir():
+        raise ConfigError(f"--run-dir {ablation.run_dir} is a file; wanted a directory, there or not")
     if ablation.seed != defaults["seed"]:
         raise ConfigError(f"--seed is {ablation.seed}; the seeds of an ablation are --seeds")
     base = Config(**{name: ablation.__dict__[name] for name in defaults})

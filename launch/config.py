@@ -227,6 +227,7 @@ def check(config: Config) -> None:
         "--groups-per-step": (config.loop.groups_per_step, 1),
         "--publish-every": (config.loop.publish_every, 1),
         "--decode-steps": (config.loop.decode_steps, 1),
+        "--max-staleness": (config.loop.max_staleness, 0),
         "--decode-steps-per-call": (config.sampler.decode_steps_per_call, 1),
         "--sampler-devices": (config.sampler.sampler_devices, 0),
         "--sampler-tensor": (config.sampler.sampler_tensor, 1),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import signal
 
 import pytest
@@ -54,6 +55,8 @@ def test_only_the_dedicated_cells_set_devices_aside(tmp_path):
         ({"seed": 4}, "--seeds"),
         ({"seeds": (1, 1)}, "--seeds"),
         ({"sources": ()}, "--sources"),
+        ({"run_dir": pathlib.Path(__file__)}, "--run-dir .* is a file"),
+        ({"staleness": (2, -1)}, "staleness -1.*--max-staleness is -1"),
         ({"staleness": (2, 40)}, "staleness 40.*--ring-capacity 41"),
         ({"sources": (SourceName.SNAPSHOT, SourceName.DEDICATED)}, "dedicated.*--scorer-devices"),
     ],

@@ -190,16 +190,11 @@ def _train(cell: Cell, name: str, start: Callable[[], Params], display: Display,
 def _result(cell: Cell, diverged: str | None) -> Result:
     run_dir = cell.config.run_dir
     rows = run_directory.read_metrics(run_dir)
-
-    def mean(name: str, count: str) -> float | None:
-        known = [(row[name], row[count]) for row in rows if row.get(name) is not None and row[count]]
-        return sum(value * number for value, number in known) / sum(number for _, number in known) if known else None
-
     names = ("staleness_mean", "clip_fraction", "discrepancy_masked_fraction", "active_fraction")
-    figures = {name: mean(name, "tokens_trained") for name in names}
+    figures = {name: _mean(rows, name, "tokens_trained") for name in names}
     errors = [row["approximation_error_max"] for row in rows if row.get("approximation_error_max") is not None]
     figures |= {
-        "approximation_error_mean": mean("approximation_error_mean", "decomposed_tokens"),
+        "approximation_error_mean": _mean(rows, "approximation_error_mean", "decomposed_tokens"),
         "approximation_error_max": max(errors, default=None),
         "seconds_step": statistics.median(row["seconds_step"] for row in rows) if rows else None,
     }
@@ -208,6 +203,12 @@ def _result(cell: Cell, diverged: str | None) -> Result:
         figures |= {name: summary[name] for name in ("success_after", "sampled_success_after", "seconds")}
     rewards = [row["reward_mean"] for row in rows]
     return Result(cell.source.value, cell.staleness, cell.seed, run_dir.name, diverged, rewards, figures)
+
+
+def _mean(rows: Sequence[dict], name: str, count: str) -> float | None:
+    """Over all that the rows count, where the metric is known."""
+    known = [(row[name], row[count]) for row in rows if row.get(name) is not None and row[count]]
+    return sum(value * number for value, number in known) / sum(number for _, number in known) if known else None
 
 
 def write(results: Sequence[Result], directory: pathlib.Path) -> None:
@@ -238,7 +239,7 @@ def tables(results: Sequence[Result]) -> list[tuple[str, list[tuple[str, ...]]]]
 
 def _over(group: Sequence[Result], name: str, text: str, *, spread: bool = False) -> str:
     """A figure's mean over the seeds, and its standard deviation."""
-    values = [result.figures[name] for result in group if result.figures.get(name) is not None]
+    values = _known(group, name)
     if not values:
         return "-"
     deviation = f" ±{text.format(statistics.stdev(values))}" if spread and len(values) > 1 else ""
@@ -250,10 +251,11 @@ def draw(results: Sequence[Result]):
     from matplotlib.figure import Figure  # of the extra `notebooks`
 
     sources, ages = (list(dict.fromkeys(values)) for values in zip(*((r.source, r.staleness) for r in results), strict=True))
+    groups = _by_curve(results)
     figure = Figure(figsize=(4.2 * (1 + len(ages)), 4), layout="constrained")
     errors, *curves = figure.subplots(1, 1 + len(ages))
     for source in sources:
-        of_source = [group for (name, _), group in _by_curve(results).items() if name == source]
+        of_source = [group for (name, _), group in groups.items() if name == source]
         points = sorted(_means(group, ("staleness_mean", "approximation_error_mean")) for group in of_source)
         errors.plot(*zip(*points, strict=True), label=source, clip_on=False, **STYLES[source])
     errors.set_yscale("symlog", linthresh=1e-7)
@@ -262,7 +264,7 @@ def draw(results: Sequence[Result]):
     errors.set(xlabel="mean age of trained tokens (versions)", ylabel="nats", title="Error of the anchor")
     for axes, age in zip(curves, ages, strict=True):
         for source in sources:
-            _draw_curve(axes, _by_curve(results).get((source, age), []), STYLES[source]["color"])
+            _draw_curve(axes, groups.get((source, age), []), STYLES[source]["color"])
         axes.set(xlabel="learner step", ylim=(0, None), title=f"Reward, staleness up to {age}")
     figure.legend(*errors.get_legend_handles_labels(), loc="outside lower center", ncols=len(sources), frameon=False)
     for axes in (errors, *curves):
@@ -292,8 +294,12 @@ def _smoothed(rewards: Iterable[float | None]) -> Iterable[float]:
 
 def _means(group: Sequence[Result], names: Sequence[str]) -> tuple[float, ...]:
     """Over the seeds; not a number where nothing is known."""
-    columns = [[result.figures[name] for result in group if result.figures[name] is not None] for name in names]
+    columns = [_known(group, name) for name in names]
     return tuple(statistics.mean(column) if column else float("nan") for column in columns)
+
+
+def _known(group: Sequence[Result], name: str) -> list[float]:
+    return [result.figures[name] for result in group if result.figures.get(name) is not None]
 
 
 def _by_curve(results: Sequence[Result]) -> dict[tuple[str, int], list[Result]]:

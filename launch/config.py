@@ -75,8 +75,8 @@ class SnapshotOptions:
 
     @property
     def replays(self) -> bool:
-        """Whether versions are got from the ring: by the source, or to compare it with the exact old logprobs."""
-        return self.old_logprobs.needs_ring or self.decompose_every > 0 and not self.old_logprobs.is_exact
+        """Whether versions are got from the ring."""
+        return self.old_logprobs.replays(is_decomposed=self.decompose_every > 0)
 
     @property
     def kept_versions(self) -> int:

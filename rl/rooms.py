@@ -38,4 +38,4 @@ class Rooms:
     @property
     def needs_ring(self) -> bool:
         """Whether versions must stay in the ring until their last token is scored."""
-        return self.source.name.needs_ring or self.decomposition.is_on and not self.source.exact
+        return self.source.name.replays(is_decomposed=self.decomposition.is_on)

@@ -32,7 +32,7 @@ from rl.learner import Learner, publish_cast
 from rl.loop import Loop
 from rl.old_logprobs import EwmaOptions, OldLogprobSource, SourceName, score_version
 from rl.old_logprobs.approximate import RecomputeSource
-from rl.old_logprobs.exact import DedicatedSource, SnapshotSource
+from rl.old_logprobs.exact import SnapshotSource
 from rl.sampler import Sampler
 from rl.scorer import Scorer
 from rl.snapshots import SnapshotRing
@@ -154,8 +154,6 @@ def _episodes(loop: Loop, config: Config, sampler: Sampler, scorer: Scorer, num_
 
 
 def _make(past: Past, name: str) -> OldLogprobSource:
-    if name == SourceName.DEDICATED.value:
-        return DedicatedSource(past.ring, past.scorer)  # a thread of its own; the devices may be the same
     foundation = past.foundation
     config = foundation.config
     source = SourceName.EWMA if name == WINDOWLESS else SourceName(name)

@@ -38,6 +38,10 @@ class SourceName(enum.Enum):
         """Whether versions must stay in the ring until their last token is scored."""
         return self in (SourceName.SNAPSHOT, SourceName.DEDICATED)
 
+    def replays(self, *, is_decomposed: bool) -> bool:
+        """Whether a run gets versions from the ring: for its anchors, or to compare them with the exact old logprobs."""
+        return self.needs_ring or is_decomposed and not self.is_exact
+
 
 class GonePolicy(enum.Enum):
     """What becomes of a trajectory when a version that it needs was let go before it was scored. Nothing takes its place."""

@@ -7,6 +7,7 @@ meshes their old logprobs are equal bit by bit.
 
 import collections
 import dataclasses
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from models.transformer import Params
 from rl.old_logprobs.base import Anchored, GonePolicy, ScoringSource, SourceName, VersionScore, score_version, start_version
 from rl.scorer import Bucket, Scorer
 from rl.snapshots import SnapshotRing, VersionGone
-from rl.types import Trajectory
+from rl.types import NO_POLICY, Trajectory
 
 
 class ExactSource(ScoringSource):
@@ -75,27 +76,23 @@ class SnapshotSource(ExactSource):
     def anchor(self, trajectories: Sequence[Trajectory], version: int, params: Params) -> Anchored:
         del version, params  # exactness is a matter of the ring's versions only
         scores: list[dict[int, VersionScore]] = [{} for _ in trajectories]
-        under_way: collections.deque[tuple[int, list[int], Callable[[], list[VersionScore]]]] = collections.deque()
 
-        def collect() -> None:
-            version, holders, collect_version = under_way.popleft()
-            for index, score in zip(holders, collect_version(), strict=True):
+        def collect(version: int, holders: list[int], found: Callable[[], list[VersionScore]]) -> None:
+            for index, score in zip(holders, found(), strict=True):
                 scores[index][version] = score
 
         by_version: dict[int, list[int]] = collections.defaultdict(list)
         for index, trajectory in enumerate(trajectories):
             for version in trajectory.versions:
                 by_version[version].append(index)
+        collect_last = functools.partial(collect, NO_POLICY, [], list)  # of the version before: none yet
         for version in self._ring.held_by_any(by_version.keys()):
             snapshot = self.cost.timed("fetch", self._ring.get, version)
-            if under_way:
-                collect()
+            collect_last()
             holders = by_version.get(version, [])
-            under_way.append(
-                (version, holders, start_version(self._scorer, snapshot, version, [trajectories[index] for index in holders]))
-            )
-        if under_way:
-            collect()
+            found = start_version(self._scorer, snapshot, version, [trajectories[index] for index in holders])
+            collect_last = functools.partial(collect, version, holders, found)
+        collect_last()
         return self._stitch(trajectories, scores)
 
 

@@ -28,7 +28,7 @@ from rl.environments import (
     make,
 )
 from rl.learner import LossOptions, OptimizerOptions, StepOptions
-from rl.loop import LoopOptions, RingFullPolicy, Schedule
+from rl.loop import LoopOptions, RingFullPolicy
 from rl.old_logprobs import EwmaOptions, GonePolicy, Interpolation, SourceName
 from rl.sampler import Swap
 from rl.snapshots import check_capacity
@@ -265,9 +265,10 @@ def _check_source(config: Config) -> None:
             f"{wanted} or more, got {snapshots.ring_capacity}; raise it, or leave the comparison out with --decompose-every 0"
         )
     if snapshots.replays:
-        if config.loop.schedule is Schedule.THREADS and snapshots.ring_capacity < 2:
+        if snapshots.ring_capacity < 2:
             raise ConfigError(
-                "--ring-capacity is 1, wanted 2 or more with --schedule threads: one version serves while one is put"
+                f"--ring-capacity is {snapshots.ring_capacity}, wanted 2 or more where versions are replayed: the sampler still "
+                "uses one while the next is put"
             )
         may_miss = config.loop.ring_full is RingFullPolicy.EVICT and snapshots.version_gone is not GonePolicy.ERROR
         if not may_miss:

@@ -13,7 +13,7 @@ disappears unless somebody says so.
 import collections
 import operator
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import jax
 
@@ -95,19 +95,20 @@ class SnapshotRing:
         Collective with several processes: their rings hold the same versions, and one leaves only if none of them pins it.
         """
         with self._lock:
-            return len(self._copies) < self.capacity or self._let_go(lambda version: self._pins[version] == 0)
+            return len(self._copies) < self.capacity or self._let_go(
+                lambda version: self._pins[version] == 0, self._candidates()
+            )
 
     def evict(self, *, keep: int) -> bool:
-        """Lets the oldest version go, pinned or not, but for `keep`; returns whether one has gone. Collective, as above.
+        """Lets the oldest version go, pinned or not, unless it is `keep`; returns whether it has gone. Collective, as above.
 
         Whoever pinned it releases it as ever; who gets it meanwhile is told that it is gone.
         """
         with self._lock:
-            return self._let_go(lambda version: version != keep)
+            return self._let_go(lambda version: version != keep, self._candidates()[:1])
 
-    def _let_go(self, may_leave: Callable[[int], bool]) -> bool:
-        """The oldest version leaves that may do so everywhere, if there is one."""
-        candidates = self._candidates()
+    def _let_go(self, may_leave: Callable[[int], bool], candidates: Sequence[int]) -> bool:
+        """The first of these versions leaves that may do so everywhere, if there is one."""
         may = processes.gather([may_leave(version) for version in candidates]).all(axis=0)
         leaving = next((version for version, free in zip(candidates, may, strict=True) if free), None)
         if leaving is not None:
@@ -258,6 +259,6 @@ class SnapshotRing:
     def _candidates(self) -> list[int]:
         """The versions that may leave a full ring, unless they are pinned; oldest first.
 
-        Never the newest, which the sampler still writes tokens with; but a ring of one has no other, and its sampler is paused.
+        Never the newest, which the sampler still writes tokens with; but a ring of one has no other, and nothing is got from it.
         """
         return list(self._copies)[: max(self.capacity - 1, 1)]

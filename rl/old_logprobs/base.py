@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -61,10 +62,14 @@ class Anchored:
 
 
 COSTLY = ("fetch", "score", "stall")
-"""What takes a source's time: parameters that are got in place, scoring with them, and a side of the run that waits for it."""
+"""What takes a source's time: parameters that are got in place, scoring with them, and a side of the run that waits for it.
+
+Each is counted where the host spends it: scoring goes on while the next parameters are fetched, and what an interrupted sampler
+waits for is scoring too.
+"""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Cost:
     """What a source spent since it was last asked."""
 
@@ -78,13 +83,9 @@ class Cost:
         """All that is not time, by name."""
         return {name: count for name, count in self.__dict__.items() if name != "seconds"}
 
-    def timed(self, kind: str, function: Callable, *arguments):
-        """Calls, and adds the time it takes to one of `COSTLY`."""
-        started = time.perf_counter()
-        try:
-            return function(*arguments)
-        finally:
-            self.seconds[kind] += time.perf_counter() - started
+    def __add__(self, other: "Cost") -> "Cost":
+        counts = {name: count + other.counts()[name] for name, count in self.counts().items()}
+        return Cost(**counts, seconds={kind: self.seconds[kind] + other.seconds[kind] for kind in COSTLY})
 
 
 class OldLogprobSource:
@@ -105,6 +106,7 @@ class OldLogprobSource:
 
     def __init__(self):
         self.cost = Cost()
+        self._spending = threading.Lock()  # a source's own thread spends, too
 
     @property
     def exact(self) -> bool:
@@ -134,9 +136,23 @@ class OldLogprobSource:
         """Figures of its own, so far."""
         return {}
 
+    def spend(self, cost: Cost) -> None:
+        """Adds to the cost. From any thread."""
+        with self._spending:
+            self.cost += cost
+
+    def timed(self, kind: str, function: Callable, *arguments):
+        """Calls, and spends the time it takes on one of `COSTLY` when it is over. From any thread."""
+        started = time.perf_counter()
+        try:
+            return function(*arguments)
+        finally:
+            self.spend(Cost(seconds={**dict.fromkeys(COSTLY, 0.0), kind: time.perf_counter() - started}))
+
     def take_cost(self) -> Cost:
         """What was spent since the last call."""
-        cost, self.cost = self.cost, Cost()
+        with self._spending:
+            cost, self.cost = self.cost, Cost()
         return cost
 
     def close(self) -> None:
@@ -160,15 +176,14 @@ class CountedScorer:
         return self.start(params, rows)()
 
     def start(self, params: Params, rows: Sequence[np.ndarray]) -> Callable[[], list[RowScore]]:
-        self._source.cost.scored_tokens += sum(map(len, rows))
-        return functools.partial(self._collect, self._source.cost.timed("score", self._scorer.start, params, rows))
+        self._source.spend(Cost(scored_tokens=sum(map(len, rows))))
+        return functools.partial(self._collect, self._source.timed("score", self._scorer.start, params, rows))
 
     def _collect(self, collect: Callable[[], list[RowScore]]) -> list[RowScore]:
-        cost = self._source.cost
-        scores = cost.timed("score", collect)
+        scores = self._source.timed("score", collect)
         for bucket, count in collections.Counter(score.bucket for score in scores).items():
             own_rows = bucket.rows // processes.num_processes()
-            cost.padded_tokens += -(-count // own_rows) * own_rows * bucket.length
+            self._source.spend(Cost(padded_tokens=-(-count // own_rows) * own_rows * bucket.length))
         return scores
 
 

@@ -15,7 +15,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from models.transformer import Params
-from rl.old_logprobs.base import Anchored, GonePolicy, ScoringSource, SourceName, VersionScore, score_version, start_version
+from rl.old_logprobs.base import (
+    Anchored,
+    Cost,
+    GonePolicy,
+    ScoringSource,
+    SourceName,
+    VersionScore,
+    score_version,
+    start_version,
+)
 from rl.scorer import Bucket, Scorer
 from rl.snapshots import SnapshotRing, VersionGone
 from rl.types import NO_POLICY, Trajectory
@@ -56,8 +65,7 @@ class ExactSource(ScoringSource):
                 "versions as long as tokens wait, raise --ring-capacity, or choose what becomes of such tokens: --version-gone"
             )
         left = trajectory.loss_mask & ~is_gone & (self._gone is GonePolicy.MASK)
-        self.cost.gone_trajectories += 1
-        self.cost.gone_tokens += int(trajectory.loss_mask.sum() - left.sum())
+        self.spend(Cost(gone_trajectories=1, gone_tokens=int(trajectory.loss_mask.sum() - left.sum())))
         return left
 
 
@@ -87,7 +95,7 @@ class SnapshotSource(ExactSource):
                 by_version[version].append(index)
         collect_last = functools.partial(collect, NO_POLICY, [], list)  # of the version before: none yet
         for version in self._ring.held_by_any(by_version.keys()):
-            snapshot = self.cost.timed("fetch", self._ring.get, version)
+            snapshot = self.timed("fetch", self._ring.get, version)
             collect_last()
             holders = by_version.get(version, [])
             found = start_version(self._scorer, snapshot, version, [trajectories[index] for index in holders])
@@ -118,7 +126,7 @@ class InterruptSource(ExactSource):
         return self._stitch(trajectories, scores)
 
     def superseding(self, version: int, params: Params, held: Sequence[Trajectory]) -> None:
-        self.cost.timed("stall", self._record, version, params, held)
+        self.timed("stall", self._record, version, params, held)
 
     def forget(self, trajectories: Iterable[Trajectory]) -> None:
         with self._lock:
@@ -173,10 +181,10 @@ class DedicatedSource(ExactSource):
         self._placed: tuple[int, Params] | None = None  # the version that lies on the scorer's devices
 
     def finished(self, trajectories: Sequence[Trajectory]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="scorer", daemon=True)
-            self._thread.start()
         with self._changed:
+            if self._thread is None:  # whichever side comes first
+                self._thread = threading.Thread(target=self._work, name="scorer", daemon=True)
+                self._thread.start()
             self._wanted |= {trajectory.request_id for trajectory in trajectories}
         for trajectory in trajectories:
             self._waiting.put(trajectory)
@@ -187,12 +195,14 @@ class DedicatedSource(ExactSource):
         self.finished(late)
         request_ids = [trajectory.request_id for trajectory in trajectories]
         with self._changed:
-            self.cost.timed("stall", self._changed.wait_for, lambda: self._failure or self._scores.keys() >= set(request_ids))
+            self.timed("stall", self._changed.wait_for, lambda: self._failure or self._scores.keys() >= set(request_ids))
             if self._failure is not None:
                 raise self._failure
             scores = [self._scores.pop(request_id) for request_id in request_ids]
             self._wanted -= set(request_ids)
-        return self._stitch(trajectories, scores)
+        # An evicted version is gone, whether or not the thread was faster: a run must not depend on that.
+        in_ring = set(self._ring.versions)
+        return self._stitch(trajectories, [{v: score for v, score in row.items() if v in in_ring} for row in scores])
 
     def forget(self, trajectories: Iterable[Trajectory]) -> None:
         with self._changed:
@@ -229,7 +239,7 @@ class DedicatedSource(ExactSource):
             if not holders:
                 continue
             try:
-                snapshot = self.cost.timed("fetch", self._place, version)
+                snapshot = self.timed("fetch", self._place, version)
             except VersionGone:
                 continue  # forgotten meanwhile, or missing when it is put together
             for trajectory, score in zip(holders, score_version(self._scorer, snapshot, version, holders), strict=True):

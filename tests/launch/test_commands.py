@@ -176,6 +176,7 @@ def test_evaluate_takes_top_p_and_names_missing_versions(tiny_run, capsys):
         (["--model.max-length", "80"], ["80", "85"]),
         (["--group-size", "1"], ["1", "2"]),
         (["--model.vocab-size", "200"], ["200", "259"]),
+        (["--ring-capacity", "1", "--max-staleness", "0"], ["--ring-capacity is 1", "2"]),
         (["--max-staleness", "-1"], ["--max-staleness", "-1", "0"]),
         (["--steps", "0"], ["--steps", "0"]),
         (["--temperature", "0"], ["temperature", "0"]),

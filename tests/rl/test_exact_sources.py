@@ -177,6 +177,39 @@ def test_or_what_holds_its_tokens_leaves_the_loss_and_is_counted(scorer, gone):
         assert 0 < holders < NUM_TRAJECTORIES
 
 
+def test_what_a_dedicated_scorer_knows_does_not_depend_on_how_fast_it_was(scorer):
+    """A version that is evicted after it was scored is as gone as one that was evicted before."""
+    anchored = []
+    for is_fast in (True, False):
+        ring = make_ring(*range(NUM_VERSIONS))
+        source = DedicatedSource(ring, scorer, GonePolicy.MASK)
+        if is_fast:
+            source.finished(TRAJECTORIES)
+            source._waiting.put(None)
+            source._thread.join()
+        assert ring.evict(keep=NUM_VERSIONS - 1)
+        anchored.append(source.anchor(TRAJECTORIES, NUM_VERSIONS - 1, None))
+        if not is_fast:
+            source.close()
+    fast, slow = anchored
+    assert fast.buckets == slow.buckets and not any(0 in by_version for by_version in fast.buckets)
+    for first, second in zip(fast.trajectories, slow.trajectories, strict=True):
+        np.testing.assert_array_equal(first.loss_mask, second.loss_mask)
+        assert first.old_logprobs.tobytes() == second.old_logprobs.tobytes()
+
+
+def test_time_under_way_is_counted_when_it_is_over(scorer):
+    source = SnapshotSource(make_ring(0), scorer)
+    taken = []
+
+    def slow():
+        taken.append(source.take_cost())  # a row of metrics is written meanwhile
+        time.sleep(0.05)
+
+    source.timed("score", slow)
+    assert taken[0].seconds["score"] == 0.0 and source.take_cost().seconds["score"] >= 0.05
+
+
 def test_tokens_that_are_not_trained_miss_no_version(scorer):
     ring = make_ring(1, 2, 3, 4)
     aged = [dataclasses.replace(t, loss_mask=t.loss_mask & (t.policy_versions > 0)) for t in TRAJECTORIES]

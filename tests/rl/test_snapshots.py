@@ -143,6 +143,23 @@ def test_pins_are_counted():
     assert ring.versions == (1, 2)
 
 
+def test_evicting_takes_the_oldest_version_or_none():
+    ring = SnapshotRing(3)
+    for version in range(3):
+        ring.put(version, tiny(version))
+        ring.pin([version])
+    assert not ring.evict(keep=0), "the sampler has it, and the next one is not older"
+    assert ring.versions == (0, 1, 2)
+    assert ring.evict(keep=2) and ring.versions == (1, 2) and ring.pins == {1: 1, 2: 1}
+    with pytest.raises(VersionGone, match="version 0"):
+        ring.get(0)
+    again = SnapshotRing(3)
+    again.restore(ring.state(), describe(tiny(0)))
+    for each in (ring, again):
+        each.release([0, 1])  # whoever pinned it releases it as ever
+        assert each.pins == {2: 1}
+
+
 def test_wrong_pins_and_releases_change_nothing():
     ring = SnapshotRing(2)
     ring.put(0, tiny(0))

@@ -26,7 +26,7 @@ from launch.config import Config, ConfigError, check, parse
 from launch.display import Display
 from launch.stopping import StopRequest
 from launch.styles import STYLES
-from launch.train import Run, warm_started
+from launch.train import Run, note_changes, warm_started
 from models.transformer import Params
 from rl.old_logprobs import SourceName
 from rl.training import NonFiniteLoss
@@ -117,13 +117,21 @@ def grid(ablation: Ablation) -> list[Cell]:
         for staleness in ablation.staleness
         for source in ablation.sources
     ]
+    meshes = []
     for cell in cells:
         try:
             check(cell.config)
-            Foundation.of(cell.config).check()
+            foundation = Foundation.of(cell.config)
+            foundation.check()
             _check_directory(cell.config)
         except ValueError as error:
             raise ConfigError(f"{cell.name}: {error}") from error
+        meshes.append(foundation.mesh)
+        if foundation.mesh != meshes[0]:
+            raise ConfigError(
+                f"{cell.name}: the learner has {foundation.mesh.size} devices, and {meshes[0].size} in {cells[0].name}; give "
+                "--data, --fsdp and --tensor sizes that leave --scorer-devices free in every cell"
+            )
     return cells
 
 
@@ -139,12 +147,16 @@ def _config(base: Config, source: SourceName, staleness: int, seed: int) -> Conf
 
 
 def _check_directory(config: Config) -> None:
-    """Refuses to take the run of another experiment for this cell's."""
-    if (config.run_dir / run_directory.CONFIG).exists():
-        before = dataclasses.replace(run_directory.read_config(config.run_dir), run_dir=config.run_dir)
+    """Refuses to take the run of another experiment, or something that is no run, for this cell's."""
+    run_dir = config.run_dir
+    if not (run_dir / run_directory.CONFIG).exists():
+        if run_dir.exists() and any(run_dir.iterdir()):
+            raise ConfigError(f"{run_dir} is not empty and holds no {run_directory.CONFIG}; empty it, or change --run-dir")
+    else:
+        before = dataclasses.replace(run_directory.read_config(run_dir), run_dir=run_dir)
         names = [name for name, value in config.__dict__.items() if before.__dict__[name] != value]
         if names:
-            raise ConfigError(f"{config.run_dir} holds a run with other options ({', '.join(names)}); choose another --run-dir")
+            raise ConfigError(f"{run_dir} holds a run with other options ({', '.join(names)}); choose another --run-dir")
 
 
 def run(cells: Sequence[Cell], name: str, *, console: Console | None = None, stop: StopRequest | None = None) -> list[Result]:
@@ -157,8 +169,7 @@ def run(cells: Sequence[Cell], name: str, *, console: Console | None = None, sto
       stop: when to end early; the cell under way then has a checkpoint.
     """
     stop, results = stop or StopRequest(), []
-    starts = functools.lru_cache(maxsize=1)(lambda seed: warm_started(Foundation.of(by_seed[seed].config)))
-    by_seed = {cell.seed: cell for cell in cells}
+    starts: dict[int, Params] = {}  # of the present seed alone, when a cell of it has begun
     for index, cell in enumerate(cells):
         if stop.requested:
             break
@@ -167,7 +178,7 @@ def run(cells: Sequence[Cell], name: str, *, console: Console | None = None, sto
             with Display(cell.config.steps, console) as display:
                 display.phase(f"cell {index + 1} of {len(cells)}: {cell.name}")
                 try:
-                    if _train(cell, name, functools.partial(starts, cell.seed), display, stop) is None:
+                    if _train(cell, name, functools.partial(_start, cell, starts), display, stop) is None:
                         break
                 except NonFiniteLoss as error:
                     diverged = str(error)
@@ -177,11 +188,19 @@ def run(cells: Sequence[Cell], name: str, *, console: Console | None = None, sto
     return results
 
 
+def _start(cell: Cell, starts: dict[int, Params]) -> Params:
+    """Version 0 of a cell, which all cells of its seed share."""
+    if cell.seed not in starts:
+        starts.clear()
+        starts[cell.seed] = warm_started(Foundation.of(cell.config))
+    return starts[cell.seed]
+
+
 def _train(cell: Cell, name: str, start: Callable[[], Params], display: Display, stop: StopRequest) -> dict | None:
     run_dir = cell.config.run_dir
     is_begun = (run_dir / run_directory.CONFIG).exists()
     if is_begun:
-        run_directory.reopen(run_dir, cell.config)
+        note_changes(display, run_directory.reopen(run_dir, cell.config))
     else:
         run_directory.create(cell.config, name)
     return Run(Foundation.of(cell.config), run_dir, display, stop=stop, start=start).train(resume=is_begun)

@@ -14,6 +14,7 @@ import sys
 import tyro
 
 import launch.benches
+from launch.config import check_writable
 from launch.display import Display
 
 USAGE = "usage: python -m launch.bench NAME [--json FILE] [--option value ...]"
@@ -44,8 +45,7 @@ def main(arguments: list[str]) -> int:
     options_type = dataclasses.make_dataclass("Options", [], bases=(bench.Options, Common), frozen=True)
     options = tyro.cli(options_type, args=rest, prog=f"python -m launch.bench {name}", description=bench.__doc__)
     try:
-        if options.json is not None and not options.json.parent.is_dir():
-            raise ValueError(f"--json {options.json} lies in no directory; make {options.json.parent} first")
+        check_writable("--json", options.json)
         with Display(0) as display:
             figures = bench.run(options, display)
     except ValueError as error:

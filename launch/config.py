@@ -150,6 +150,16 @@ class ConfigError(ValueError):
     """A configuration that cannot run."""
 
 
+def check_writable(option: str, path: pathlib.Path | None) -> None:
+    """Refuses a file that an option names where there is no directory for it: better before hours of work than after.
+
+    Raises:
+      ConfigError: so it is.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"{option} {path} lies in no directory; make {path.parent} first")
+
+
 def config_names() -> list[str]:
     """The files of `launch/configs/`."""
     return sorted(module.name for module in pkgutil.iter_modules(launch.configs.__path__))

@@ -32,7 +32,7 @@ import rich.console
 import tyro
 
 from launch.build import Foundation
-from launch.config import Config, ConfigError, check, parse
+from launch.config import Config, check, check_writable, parse
 from launch.display import Display, duration
 from launch.mesh import by_process
 from launch.topology import HbmExceeded, ProgramMemory, by_itself, compile_program, devices_of, hbm_bytes, sole_use
@@ -106,8 +106,7 @@ def main(arguments: list[str]) -> int:
         options_of = functools.partial(PlanOptions, topology=tyro.MISSING)
         name, options = parse(arguments, program="python -m launch.plan", options_of=options_of)
         check(options)
-        if options.json is not None and not options.json.parent.is_dir():
-            raise ConfigError(f"--json {options.json} lies in no directory; make {options.json.parent} first")
+        check_writable("--json", options.json)
         with sole_use(lambda: console.print("waiting for another process that compiles with libtpu")):
             foundation = Foundation.of(options, devices_of(options.topology))
             foundation.check_division()

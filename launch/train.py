@@ -59,8 +59,7 @@ def main(arguments: list[str]) -> int:
     console = None if processes.is_first() else Console(quiet=True)
     together = distributed.ending_together(invocation, go_on_command(run_dir))
     with together, Display(config.steps, console) as display, stop.listening():
-        if changes:
-            display.phase(f"note: not the packages or the commit that the run was begun with: {changes}")
+        note_changes(display, changes)
         Run(foundation, run_dir, display, stop=stop, order=order).train(resume=invocation.resume)
     return 0
 
@@ -68,6 +67,12 @@ def main(arguments: list[str]) -> int:
 def go_on_command(run_dir: pathlib.Path) -> str:
     """What a user types to go on with a run that has stopped."""
     return f"{PROGRAM} --resume --run-dir {run_dir}"
+
+
+def note_changes(display: Display, changes: str | None) -> None:
+    """Tells what has changed since a run was begun that now goes on, if anything has."""
+    if changes:
+        display.phase(f"note: not the packages or the commit that the run was begun with: {changes}")
 
 
 def _as_before(arguments: list[str], invocation: Invocation) -> Invocation:

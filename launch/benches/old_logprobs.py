@@ -10,6 +10,7 @@ everything once under the present version, in buckets of one row.
 
 import contextlib
 import dataclasses
+import importlib.util
 import pathlib
 import statistics
 import tempfile
@@ -19,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 
 from launch.build import Foundation, build_loop
-from launch.config import Config, load_config
+from launch.config import Config, check_writable, load_config
 from launch.display import Display
 from launch.styles import STYLES
 from launch.train import warm_started
@@ -83,6 +84,9 @@ def run(options: Options, display: Display) -> dict[str, float]:
     and `padded_over_scored/K` for K versions in the batch, and the larger ones without a number."""
     if options.learner_steps < max(STALENESS):
         raise ValueError(f"--learner-steps is {options.learner_steps}, wanted {max(STALENESS)} or more: as old are the stalest")
+    check_writable("--plot", options.plot)
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot wants matplotlib; pip install -e '.[notebooks]'")
     past = _play(options, display)
     figures = {}
     learners = {}  # what acts inside the step is compiled into it; the others share one
@@ -97,10 +101,7 @@ def run(options: Options, display: Display) -> dict[str, float]:
     figures |= _costs(past, options.repetitions)
     _show(figures, display)
     if options.plot is not None:
-        try:
-            draw(figures).savefig(options.plot, dpi=150)
-        except ImportError as error:
-            raise ValueError("--plot wants matplotlib; pip install -e '.[notebooks]'") from error
+        draw(figures).savefig(options.plot, dpi=150)
     return figures
 
 

@@ -75,6 +75,26 @@ def test_another_experiment_s_directory_is_refused(tmp_path):
         grid(ablation(tmp_path, steps=3, optimizer=dataclasses.replace(cells[0].config.optimizer, learning_rate=1.0)))
 
 
+def test_a_directory_that_holds_no_run_is_refused(tmp_path):
+    left = grid(ablation(tmp_path))[0].config.run_dir
+    left.mkdir()
+    grid(ablation(tmp_path))
+    (left / "config.tmp").write_text("{")  # a process was killed just then
+    with pytest.raises(ConfigError, match="is not empty and holds no config.json"):
+        grid(ablation(tmp_path))
+
+
+def test_cells_that_would_learn_on_other_devices_are_refused(tmp_path, monkeypatch):
+    config = load_config("quickstart")
+    mesh, snapshots = (
+        dataclasses.replace(config.mesh, data=-1),
+        dataclasses.replace(config.snapshots, scorer_devices=4, score_rows=1),
+    )
+    monkeypatch.setenv("NPROC", "64")
+    with pytest.raises(ConfigError, match="dedicated.*the learner has 4 devices, and 8 in snapshot.*--data"):
+        grid(ablation(tmp_path, mesh=mesh, snapshots=snapshots, sources=(SourceName.SNAPSHOT, SourceName.DEDICATED)))
+
+
 def test_a_wrong_command_ends_with_one_line(tmp_path, capsys):
     assert ablate.main(["quickstart", "--run-dir", str(tmp_path), "--sources", "dedicated"]) == 2
     assert capsys.readouterr().err.startswith("error: dedicated, staleness 4, seed 0: --old-logprobs dedicated wants devices")

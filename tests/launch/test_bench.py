@@ -24,7 +24,12 @@ def test_names_and_help(capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["nosuch"], ["nosuch", "old_logprobs", "threads"]), (["threads", "--json", "no/such/place.json"], ["--json", "no/such"])],
+    [
+        (["nosuch"], ["nosuch", "old_logprobs", "threads"]),
+        (["threads", "--json", "no/such/place.json"], ["--json", "no/such"]),
+        (["old_logprobs", "--plot", "no/such/place.png"], ["--plot", "no/such"]),
+        (["old_logprobs", "--learner-steps", "3"], ["--learner-steps is 3", "wanted 8"]),
+    ],
 )
 def test_what_cannot_be_run_is_refused(capsys, arguments, words):
     assert bench.main(arguments) == 2

@@ -115,7 +115,7 @@ def check_threads(learner: jax.sharding.Mesh, scorer: jax.sharding.Mesh) -> None
     """
     platforms = {device.platform for device in (*learner.devices.flat, *scorer.devices.flat)}
     wanted = THREADS_PER_DEVICE * (learner.size + scorer.size)
-    threads = int(os.environ.get("NPROC", 0)) or os.cpu_count()
+    threads = int(os.environ.get("NPROC") or os.cpu_count())
     if platforms == {"cpu"} and min(learner.size, scorer.size) > 1 and threads < wanted:
         raise ConfigError(
             f"a learner on {learner.size} and a scorer on {scorer.size} devices of a CPU may wait for each other for ever: XLA "

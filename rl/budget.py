@@ -47,7 +47,7 @@ def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class AnchorBytes:
-    """What anchors cost a run in memory, beside the policies that it has anyhow: the newest one and the sampler's."""
+    """What anchors, and their comparison with the exact ones, cost a run in memory beside its newest and its sampler's policy."""
 
     held: int  # on each device of the learner, at all times
     replay: int  # on each device that scores, while it does

@@ -49,7 +49,7 @@ class Schedule(enum.Enum):
 class RingFullPolicy(enum.Enum):
     """What happens when pinned versions fill the ring at a publish. The learner trains on, whatever it is.
 
-    An evicted version was older than `max_staleness` if the ring holds more versions than that: no trained token misses it.
+    Where the ring holds more than `max_staleness` versions, what is evicted is too old to train on, and nothing misses it.
     """
 
     SKIP_PUBLISH = "skip_publish"  # nothing else

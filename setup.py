@@ -26,6 +26,7 @@ setup(
         "tensorboardX>=2.6",
         "tensorstore>=0.1.84",
         "tyro>=1.0",
+        "zstandard>=0.22",
     ],
     extras_require={
         "plan": ["libtpu>=0.0.52"],

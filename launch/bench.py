@@ -43,7 +43,8 @@ def main(arguments: list[str]) -> int:
         return 2
     bench = importlib.import_module(f"launch.benches.{name}")
     options_type = dataclasses.make_dataclass("Options", [], bases=(bench.Options, Common), frozen=True)
-    options = tyro.cli(options_type, args=rest, prog=f"python -m launch.bench {name}", description=bench.__doc__)
+    options = tyro.cli(options_type, args=rest, prog=f"python -m launch.bench {name}", description=bench.__doc__,
+                       config=(tyro.conf.EnumChoicesFromValues,))
     try:
         check_writable("--json", options.json)
         with Display(0) as display:

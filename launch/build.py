@@ -17,7 +17,7 @@ from models.transformer import Model, Params
 from rl import processes
 from rl.admission import Admission
 from rl.batching import length_buckets
-from rl.budget import AnchorBytes, anchor_bytes, check_ring_fits, num_persisted
+from rl.budget import AnchorBytes, anchor_bytes, check_ring_fits
 from rl.decomposition import Decomposition
 from rl.environments import Split
 from rl.exactness import ExactnessProbe
@@ -60,7 +60,7 @@ class Foundation:
     def check(self) -> None:
         """Refuses, before anything is compiled or written, what does not divide over the mesh or fit into host memory."""
         self.check_division()
-        check_ring_fits(self.published_shapes, capacity=self.config.snapshots.kept_versions)
+        check_ring_fits(self.published_shapes, self.config.snapshots.ring)
 
     def check_division(self) -> None:
         """Refuses what does not divide over the mesh."""
@@ -129,9 +129,8 @@ class Foundation:
             snapshots.old_logprobs,
             self.published_shapes,
             scored_shapes=published_shapes(self.model, self.scorer_mesh, snapshots.publish_dtype),
-            replays=snapshots.replays,
-            capacity=snapshots.kept_versions,
-            num_persisted=num_persisted(config.steps // config.loop.publish_every, snapshots.persist_every),
+            ring=snapshots.ring,
+            num_publishes=config.steps // config.loop.publish_every,
         )
 
     def scorer(self, bucket: Bucket | None = None, *, mesh: jax.sharding.Mesh | None = None) -> Scorer:
@@ -216,9 +215,12 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
     """The rooms of a run and the loop that conducts them; the learner still wants its weights."""
     config = foundation.config
     options = config.loop
-    store = SnapshotStore(run_dir / "snapshots")
+    ring_options = config.snapshots.ring
+    store = SnapshotStore(run_dir / "snapshots", keyframe_every=ring_options.keyframe_every)
     own = run_directory.own_part(run_dir)
-    ring = SnapshotRing(config.snapshots.kept_versions, store=store, persist_every=config.snapshots.persist_every)
+    ring = SnapshotRing(
+        ring_options.capacity, store=store, persist_every=ring_options.persist_every, host_bytes=ring_options.host_bytes
+    )
     source = foundation.source(ring, scorer)
     learner = foundation.learner(source)
     rollouts = Rollouts(

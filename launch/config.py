@@ -16,6 +16,7 @@ import tyro
 import launch.configs
 from models.config import ModelConfig, Precision
 from models.tokenizer import ByteTokenizer
+from rl.budget import GIB, RingOptions
 from rl.environments import (
     ArithmeticOptions,
     Environment,
@@ -66,8 +67,10 @@ class SnapshotOptions:
     scorer_devices: int = 0  # for --old-logprobs dedicated: devices of its own, after those of learner and sampler
     interpolation: Interpolation = Interpolation.A3PO  # for --old-logprobs interpolate
     ring_capacity: int = 8  # versions; at least max_staleness + 1, unless full rings evict and gone versions are no error
+    ring_host_gib: float | None = None  # host memory for them on each process; beyond it differences go to disk
     version_gone: GonePolicy = GonePolicy.ERROR  # what becomes of tokens whose version was let go before they were scored
-    persist_every: int = 4  # every so many versions one is written to disk, for the audit
+    persist_every: int = 1  # every so many versions one is written to disk, for the audit
+    keyframe_every: int = 16  # of versions written one after the other, one in so many is written whole
     score_rows: int = 1  # rows a device in one scored call; part of the bucket
     exactness_every: int = 1  # of the trajectories, one in so many is also scored live and compared; 0: none
     decompose_every: int = 8  # of the trajectories, one in so many has its log ratio taken apart; 0: none
@@ -82,6 +85,12 @@ class SnapshotOptions:
     def kept_versions(self) -> int:
         """Versions that the ring really keeps: where nothing is got from it, the newest is enough."""
         return self.ring_capacity if self.replays else 1
+
+    @property
+    def ring(self) -> RingOptions:
+        """The ring, as far as it takes memory."""
+        host_bytes = None if self.ring_host_gib is None else int(self.ring_host_gib * GIB)
+        return RingOptions(self.kept_versions, self.replays, self.persist_every, self.keyframe_every, host_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +251,7 @@ def check(config: Config) -> None:
         "--sampler-devices": (config.sampler.sampler_devices, 0),
         "--sampler-tensor": (config.sampler.sampler_tensor, 1),
         "--persist-every": (config.snapshots.persist_every, 1),
+        "--keyframe-every": (config.snapshots.keyframe_every, 1),
         "--scorer-devices": (config.snapshots.scorer_devices, 0),
         "--ring-capacity": (config.snapshots.ring_capacity, 1),
         "--exactness-every": (config.snapshots.exactness_every, 0),
@@ -267,6 +277,11 @@ def _check_source(config: Config) -> None:
         raise ConfigError(
             f"--scorer-devices {snapshots.scorer_devices} would idle with --old-logprobs {snapshots.old_logprobs.value}; "
             "leave it out, or set --old-logprobs dedicated"
+        )
+    if snapshots.ring_host_gib is not None and (snapshots.persist_every != 1 or not snapshots.ring_host_gib > 0):
+        raise ConfigError(
+            f"--ring-host-gib is {snapshots.ring_host_gib} with --persist-every {snapshots.persist_every}, wanted more than 0 "
+            "with --persist-every 1: what leaves the memory must be on disk"
         )
     wanted, name = config.loop.max_staleness + 1, snapshots.old_logprobs.value
     if snapshots.replays and not snapshots.old_logprobs.needs_ring and snapshots.ring_capacity < wanted:

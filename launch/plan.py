@@ -34,6 +34,7 @@ import tyro
 from launch.build import Foundation
 from launch.config import Config, check, check_writable, parse
 from launch.display import Display, duration
+from launch.memory import Unit, anchor_table
 from launch.mesh import by_process
 from launch.topology import HbmExceeded, ProgramMemory, by_itself, compile_program, devices_of, hbm_bytes, sole_use
 from models.sharding import placed
@@ -88,7 +89,6 @@ class Plan:
     sampler: dict[str, int]  # and on one of the sampler; the same if they share their chips
     moments: list[Moment]
     anchors: AnchorBytes
-    is_dedicated: bool  # the anchors are scored on chips of their own
 
     @property
     def largest(self) -> Moment:
@@ -157,7 +157,7 @@ def make_plan(foundation: Foundation, topology: str, display: Display) -> Plan:
     stack = device_bytes(placed(published, programs.parameter_shardings)) + sampling["cache"]
     arrival = ProgramMemory(arguments=stack, temporary=0, peak=stack + sampling["weights"])
     moments.append(Moment("new policy", arrival, sum(on_sampler.values()), DIVIDE_SAMPLER))
-    return Plan(hbm, on_learner, on_sampler, moments, anchors, is_dedicated)
+    return Plan(hbm, on_learner, on_sampler, moments, anchors)
 
 
 def make_works(
@@ -248,15 +248,7 @@ def show(plan: Plan, foundation: Foundation, display: Display) -> None:
         sizes = (moment.memory.arguments, moment.memory.temporary, moment.memory.peak, moment.beside, moment.total)
         rows.append((moment.name, *map(unit, sizes)))
     display.table(f"a chip while it runs, {unit.name} (temporary: gradients, activations)", rows)
-    snapshots, whose = config.snapshots, "scorer's" if plan.is_dedicated else "learner's"
-    rows = [
-        ("", unit.name),
-        ("a learner's chip, at all times", unit(plan.anchors.held)),
-        (f"a {whose} chip, while versions are replayed", unit(plan.anchors.replay)),
-        (f"host memory of a process: ring of {snapshots.kept_versions}, and a version being saved", unit(plan.anchors.host)),
-        (f"disk, all processes: the versions that {config.steps} steps persist", unit(plan.anchors.disk)),
-    ]
-    display.table(f"anchors: {snapshots.old_logprobs.value}", rows)
+    display.table(*anchor_table(foundation, unit))
 
 
 def verdict(plan: Plan) -> str:
@@ -296,20 +288,6 @@ def figures(plan: Plan, foundation: Foundation) -> dict:
         **{f"anchor_{tier}_bytes": size for tier, size in dataclasses.asdict(plan.anchors).items()},
         **moments,
     }
-
-
-class Unit(NamedTuple):
-    """A unit in which sizes are readable."""
-
-    name: str
-    size: int
-
-    @classmethod
-    def of(cls, size: int) -> "Unit":
-        return cls("GiB", 2**30) if size >= 2**30 else cls("MiB", 2**20)
-
-    def __call__(self, size: int) -> str:
-        return f"{size / self.size:,.2f}"
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from launch import distributed, run_directory
 from launch.build import Foundation, build_loop
 from launch.config import Config, ConfigError, Invocation, check, parse, parse_options
 from launch.display import Display
+from launch.memory import anchor_table, check_disk
 from launch.report import write_report
 from launch.stopping import StopRequest
 from launch.summary import show, summarise
@@ -50,6 +51,7 @@ def main(arguments: list[str]) -> int:
         check(config)
         foundation = Foundation.of(config)
         foundation.check()
+        check_disk(foundation)
         order = read_interleaving(_own_order(invocation.repeat)) if invocation.repeat else None
         changes = run_directory.reopen(config.run_dir, config) if invocation.resume else None
         run_dir = config.run_dir if invocation.resume else run_directory.create(config, name)
@@ -138,6 +140,7 @@ class Run:
     def train(self, *, resume: bool = False) -> dict | None:
         """Trains, and writes and returns the summary; None when it was asked to stop."""
         self._display.phase(f"{self._config.environment.value}: run directory {self._run_dir}")
+        self._display.table(*anchor_table(self._foundation))
         self._make_sampler = self._foundation.sampler_factory()
         scorer = self._foundation.scorer()
         saved = self._checkpoints.latest() if resume else None
@@ -159,6 +162,8 @@ class Run:
             step, shared, own = saved
             self._display.phase(f"going on after learner step {step}")
             self._schedule.restore({"shared": shared, "own": own["run"]})
+            if loop.half_written:
+                self._display.phase(f"note: half-written snapshots are removed: {loop.half_written}")
             self._facts = own["facts"]
         if "before" not in self._facts and not self._stop.requested:
             self._display.phase("self-test: is a replay bitwise on this platform?")

@@ -46,17 +46,35 @@ def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class RingOptions:
+    """A ring, as far as it takes memory."""
+
+    capacity: int  # versions
+    replays: bool  # whether versions are got from it
+    persist_every: int  # versions
+    keyframe_every: int  # versions
+    host_bytes: int | None = None  # for the newest version and the differences; None for no limit
+
+
+@dataclasses.dataclass(frozen=True)
 class AnchorBytes:
     """What anchors, and their comparison with the exact ones, cost a run in memory beside its newest and its sampler's policy."""
 
     held: int  # on each device of the learner, at all times
     replay: int  # on each device that scores, while it does
-    host: int  # on the process that holds most: the ring's versions, and the copy that a save under way holds
-    disk: int  # in all, when the run ends
+    host: int  # on the process that holds most: whole versions, and at most these differences
+    differences: int  # of that, differences: as many bytes if all weights differed in all versions, or their budget
+    most_differences: int  # the same without the budget
+    disk: int  # in all, when the run ends, likewise at most
+    keyframes: int  # of that, versions written whole
+
+
+LIKELY_DIFFERENCE = 0.05
+"""Of a version in bfloat16, at learning rates up to 1e-5: what its difference to the next takes at most (`launch.bench ring`)."""
 
 
 def anchor_bytes(
-    source: SourceName, shapes: Params, *, scored_shapes: Params, replays: bool, capacity: int, num_persisted: int
+    source: SourceName, shapes: Params, *, scored_shapes: Params, ring: RingOptions, num_publishes: int
 ) -> AnchorBytes:
     """The bytes of a source, tier by tier.
 
@@ -64,21 +82,37 @@ def anchor_bytes(
       source: of the anchors.
       shapes: of the published parameters, with shardings.
       scored_shapes: the same on the mesh that scores; it is another one for a dedicated scorer.
-      replays: whether versions are got from the ring: by the source, or to compare it with the exact old logprobs.
-      capacity: versions in the ring.
-      num_persisted: versions that the run writes to disk.
+      ring: where versions are got from, by the source, or to compare it with the exact old logprobs.
+      num_publishes: of the whole run.
     """
     published, whole = device_bytes(shapes), sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     held = {
         SourceName.LAGGED: published,  # the version before
         SourceName.EWMA: published + _float32_bytes(shapes),  # what scores, and the average behind it
     }
+    each = host_copy_bytes(shapes)
+    differences, keyframes = _most_differences(each, ring), num_keyframes(num_publishes, ring)
+    written_differences = num_publishes if ring.persist_every == 1 else 0
     return AnchorBytes(
         held=held.get(source, 0),
-        replay=2 * device_bytes(scored_shapes) if replays else 0,  # one that scores, and the next one that is on its way
-        host=(capacity + 1) * host_copy_bytes(shapes),
-        disk=num_persisted * whole,
+        replay=2 * device_bytes(scored_shapes) if ring.replays else 0,  # one that scores, and the next one that is on its way
+        host=_whole_versions(ring) * each + differences,
+        differences=differences,
+        most_differences=max(ring.capacity - 1, 1) * each,
+        disk=(keyframes + written_differences) * whole,
+        keyframes=keyframes * whole,
     )
+
+
+def _whole_versions(ring: RingOptions) -> int:
+    """Versions that are whole on the host at the worst moment: the newest, the one before until it is encoded, one that is
+    written as a keyframe, and one that is replayed."""
+    return 3 + ring.replays
+
+
+def _most_differences(each: int, ring: RingOptions) -> int:
+    most = max(ring.capacity - 1, 1) * each  # a ring of one tells each version from the one before too, for the disk
+    return most if ring.host_bytes is None else min(most, max(ring.host_bytes - each, 0))
 
 
 def _float32_bytes(shapes: Params) -> int:
@@ -90,21 +124,48 @@ def num_persisted(num_publishes: int, persist_every: int) -> int:
     return len({*range(0, num_publishes + 1, persist_every), num_publishes})
 
 
-def check_ring_fits(shapes: Params, *, capacity: int, available: int | None = None) -> None:
+def num_keyframes(num_publishes: int, ring: RingOptions) -> int:
+    """Those of them that are written whole: where the version before is not there, that is all."""
+    persisted = num_persisted(num_publishes, ring.persist_every)
+    return persisted if ring.persist_every > 1 else -(-persisted // ring.keyframe_every)
+
+
+def check_ring_fits(shapes: Params, ring: RingOptions, *, available: int | None = None) -> None:
     """Refuses a ring that this host cannot hold.
 
     Args:
       shapes: of the published parameters, with shardings.
-      capacity: versions in the ring.
+      ring: what it is to hold.
       available: bytes of host memory that may be used; by default what the system says is available now.
 
     Raises:
-      ValueError: the versions, and the copy that a save under way holds, take more than is available.
+      ValueError: what it takes at most is more than is available, or its budget is less than one version.
     """
     available = psutil.virtual_memory().available if available is None else available
-    each = host_copy_bytes(shapes)
-    wanted = (capacity + 1) * each
+    each, whole = host_copy_bytes(shapes), _whole_versions(ring)
+    if ring.host_bytes is not None and ring.host_bytes < each:
+        raise ValueError(f"--ring-host-gib allows {ring.host_bytes / GIB:.3g} GiB, wanted at least {each / GIB:.3g} GiB, for the "
+                         "newest version is always in host memory; raise it, or halve versions with --publish-dtype bfloat16")
+    differences = _most_differences(each, ring)
+    wanted = whole * each + differences
     if wanted > available:
-        raise ValueError(f"a ring of {capacity} versions, and one more while a version is saved, takes {capacity + 1} x "
-                         f"{each / GIB:.3g} GiB = {wanted / GIB:.3g} GiB of host memory, but {available / GIB:.3g} GiB are "
-                         "available; lower --ring-capacity (with --max-staleness), or halve it with --publish-dtype bfloat16")
+        remedy = ("lower --ring-host-gib" if ring.host_bytes is not None and differences else
+                  f"set --persist-every 1 and --ring-host-gib {max(available / GIB - (whole - 1) * each / GIB, each / GIB):.3g}, "
+                  "and differences beyond it go to disk; or lower --ring-capacity (with --max-staleness)")  # fmt: skip
+        if whole * each > available:
+            remedy = "halve versions with --publish-dtype bfloat16, or take more hosts"
+        raise ValueError(f"a ring of {ring.capacity} versions takes {whole} x {each / GIB:.3g} GiB of host memory for whole "
+                         f"versions, and at most {differences / GIB:.3g} GiB for differences, but {available / GIB:.3g} GiB are "
+                         f"available; {remedy}")
+
+
+def check_disk_fits(anchors: AnchorBytes, *, available: int) -> None:
+    """Refuses a run whose keyframes alone are more than the disk has room for.
+
+    Raises:
+      ValueError: so it is.
+    """
+    if anchors.keyframes > available:
+        raise ValueError(f"the run's keyframes take {anchors.keyframes / GIB:.3g} GiB of disk, but {available / GIB:.3g} GiB are "
+                         "free where the run directory is; set --persist-every 1 with a larger --keyframe-every, which writes "
+                         "differences in between, or another --run-dir")

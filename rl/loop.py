@@ -106,6 +106,7 @@ class Loop:
         self._training = Training(rooms, options.advantages, num_rows=self._num_groups * options.group_size, lengths=lengths)
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._recorded = time.perf_counter()  # the last row of metrics
+        self.half_written = ""  # snapshots that a stopped run left behind, by name; cleaned away when it is resumed
         self.live: Params | None = None  # published parameters of the present version, on the learner's devices
         self._news: Params | None = None  # the same, where the sampler can get at them, until it has taken them up
         self._sampling: Params | None = None  # `live` of the sampler's version
@@ -270,9 +271,10 @@ class Loop:
         """One learner step on groups that were taken; returns its metrics."""
         trajectories = [trajectory for group in groups for trajectory in group]
         training = self._training
+        ring_bytes = self._rooms.ring.nbytes  # here and not after a publish, which would have to wait until it is encoded
         batch, own = self.timed("replay", training.assemble, trajectories, self.step + 1, self.version, self.live)
         metrics, decomposed = self.timed("train", training.update, batch, self.step + 1, self.version)
-        return {"version": self.version, **metrics, "own": {**own, **decomposed}}
+        return {"version": self.version, **metrics, "ring_bytes": ring_bytes, "own": {**own, **decomposed}}
 
     def end_step(self, groups: list[list[Trajectory]]) -> bool:
         """Counts the step and lets go of what it trained on; returns whether a publish is due and the ring has room for it."""
@@ -315,7 +317,7 @@ class Loop:
         rooms.ring.put(version, live)
         rooms.source.published(version, live, rooms.learner.train_state.params)
         if rooms.source.exact:  # only exact anchors name their snapshot in the ledger
-            self._training.note_published(version, rooms.ring.digest(version))
+            rooms.ring.digest_later(version)  # the ring may have let it go when its tokens are trained
 
     def offer(self, snapshot: tuple[Params, Params]) -> None:
         """Makes what was put into the ring the present version; the sampler takes it up when its next round begins."""
@@ -345,7 +347,6 @@ class Loop:
             "exactness_error_max": rooms.probe.max_error,
             **rooms.source.metrics(),
             "ring_versions": len(rooms.ring.versions),
-            "ring_bytes": rooms.ring.nbytes,
             **{f"anchor_{tier}_bytes": size for tier, size in dataclasses.asdict(rooms.anchor_bytes).items()},
             **{f"seconds_{name}": seconds for name, seconds in self._seconds.items()},
             "seconds_step": elapsed,
@@ -409,6 +410,8 @@ class Loop:
         ring = rooms.ring.state()
         source = rooms.source.state()
         shared = {"learner": rooms.learner.state(), "snapshots": ring.pop("params"), "source": source["shared"]}
+        if processes.num_processes() == 1:  # among what is stored array by array
+            shared["chain"] = ring.pop("chain")
         own = {
             "step": self.step,
             "version": self.version,
@@ -437,8 +440,9 @@ class Loop:
         self._wants_room = state["wants_room"]
         self._news = None
         rooms.learner.restore(shared["learner"])
-        rooms.ring.restore({**state["ring"], "params": shared["snapshots"]}, rooms.learner.published_shapes)
-        processes.first_does(lambda: rooms.store.discard_after(self.version) or "")
+        ring = {"chain": shared.get("chain"), **state["ring"], "params": shared["snapshots"]}
+        rooms.ring.restore(ring, rooms.learner.published_shapes)
+        self.half_written = processes.first_does(lambda: ", ".join(rooms.store.discard_after(self.version)))
         for name, room in self._stateful().items():
             room.restore(state[name])
         self.live = self._sampling = rooms.ring.get(self.version)
@@ -450,7 +454,6 @@ class Loop:
         """The rooms that need nothing but their own state."""
         rooms = self._rooms
         return {
-            "training": self._training,
             "admission": rooms.admission,
             "probe": rooms.probe,
             "ledger": rooms.ledger,

@@ -1,215 +1,103 @@
-"""Where the bytes of parameter snapshots live: in host memory and on disk.
+"""Parameter snapshots on disk: now and then a keyframe, and between them the differences.
 
-A snapshot outlives the parameters it was taken from: the learner donates those to its next step. So `host_copy` copies every
-distinct shard into numpy memory of its own, and `HostCopy.to_device` puts it back with the very same sharding, bit for bit.
-`SnapshotStore` writes such copies to disk through Orbax while the run goes on, and lists only those that are complete. Files
-without compression carry no checksum of their own; so a manifest names the SHA-256 of each, and a load believes no other bytes.
+A version is written while the run goes on, in a directory of its own. As a rule that holds the difference to the version before;
+every `keyframe_every`th version, and one whose predecessor was not written, is a *keyframe*: whole, through Orbax. A version is
+its keyframe and the differences since, and any array of it, or a part of one, can be read without the rest. A manifest, written
+last, names the SHA-256 of each file: a directory without it is no snapshot, and a load believes no other bytes.
 """
 
+import collections
 import concurrent.futures
-import dataclasses
-import functools
 import hashlib
-import itertools
 import json
 import operator
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+import tensorstore
 from orbax.checkpoint import v1 as ocp
 
-Index = tuple[tuple[int, int], ...]
-"""Where a shard lies in its global array: (start, stop) per axis."""
+from rl import delta_record, processes
+from rl.delta import Delta, Place
+from rl.delta_record import Index
+from rl.host_copy import HostCopy, HostLeaf, LeafDigest, check_alike, empty, flatten, host_copy, shard_indices
 
 _MANIFEST = "manifest.json"  # written last, in one rename: a directory without it is no snapshot
+_KEYFRAME = "keyframe"
+_DIFFERENCE = "difference"
+_PATIENCE = 600  # seconds that one process waits for the files of the others
 
 
 class SnapshotCorrupt(ValueError):
     """A persisted snapshot is missing, incomplete or damaged."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class HostLeaf:
-    """One global array as this process holds it: each distinct shard once, however many devices replicate it."""
+class Difference(NamedTuple):
+    """What a version is written as: the difference to one that was written before."""
 
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: jax.sharding.Sharding
-    shards: dict[Index, np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(shard.nbytes for shard in self.shards.values())
-
-    def to_numpy(self) -> np.ndarray:
-        """The global array. Where other processes hold parts of it this is a collective: every process must call it."""
-        whole = tuple((0, size) for size in self.shape)
-        if whole in self.shards:
-            return self.shards[whole]
-        if not self.sharding.is_fully_addressable:
-            with jax.transfer_guard("allow"):
-                return multihost_utils.process_allgather(_to_device([self])[0], tiled=True)
-        array = np.empty(self.shape, self.dtype)
-        for index, shard in self.shards.items():
-            array[tuple(slice(start, stop) for start, stop in index)] = shard
-        return array
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class HostCopy:
-    """Parameters in host memory, independent of the arrays they were copied from. Made by `host_copy` or `from_numpy`."""
-
-    leaves: tuple[HostLeaf, ...]
-    structure: jax.tree_util.PyTreeDef
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this process holds: those of the parameters, replicas not counted."""
-        return sum(leaf.nbytes for leaf in self.leaves)
-
-    def to_device(self, memory_kind: str | None = None) -> dict:
-        """The parameters on their devices, with the sharding they were copied from, bitwise equal.
-
-        Args:
-          memory_kind: the memory of the devices to use, such as "pinned_host"; None for the one they were copied from.
-        """
-        return self.structure.unflatten(_to_device(self.leaves, memory_kind))
-
-    def to_numpy(self) -> dict:
-        """The global arrays in numpy. A collective where several processes hold the parameters."""
-        return self.structure.unflatten([leaf.to_numpy() for leaf in self.leaves])
-
-    def digest(self) -> str:
-        """The `params_digest` of the parameters, computed at the first call. A collective where several processes hold them."""
-        return self._digest
-
-    @functools.cached_property
-    def _digest(self) -> str:
-        return _digest_of(self.leaves)
-
-
-def _to_device(leaves: Sequence[HostLeaf], memory_kind: str | None = None) -> list[jax.Array]:
-    """The leaves' arrays on their devices. All shards go in one call: the host's time is per call, not per byte."""
-    shardings = [leaf.sharding if memory_kind is None else leaf.sharding.with_memory_kind(memory_kind) for leaf in leaves]
-    shards, places, counts = [], [], []
-    for leaf, sharding in zip(leaves, shardings, strict=True):
-        held = sharding.addressable_devices_indices_map(leaf.shape)
-        shards += [leaf.shards[_index(slices, leaf.shape)] for slices in held.values()]
-        places += [jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in held]
-        counts.append(len(held))
-    placed = iter(jax.device_put(shards, places))
-    return [
-        jax.make_array_from_single_device_arrays(leaf.shape, sharding, list(itertools.islice(placed, count)), dtype=leaf.dtype)
-        for leaf, sharding, count in zip(leaves, shardings, counts, strict=True)
-    ]
-
-
-def host_copy(params: dict) -> HostCopy:
-    """Copies the parameters into numpy memory of its own, which no later step can reach, however it donates.
-
-    Args:
-      params: nested dict with string keys of `jax.Array`, sharded in any way.
-
-    Raises:
-      ValueError: another kind of tree or leaf, or an array that was already donated.
-    """
-    check_params(params)
-    arrays, structure = _flatten(params)
-    with jax.transfer_guard("allow"):  # this transfer is what the function is for
-        return HostCopy(tuple(_copy_leaf(path, array) for path, array in arrays), structure)
-
-
-def check_params(params: dict) -> None:
-    """Raises the ValueError that `host_copy` would raise, without copying."""
-    for path, array in _flatten(params)[0]:
-        if not isinstance(array, jax.Array):
-            raise ValueError(f"params has a {type(array).__name__} at {'/'.join(path)}, wanted a jax.Array; "
-                             "put it on a device first")
-        if array.is_deleted():
-            raise ValueError(f"params at {'/'.join(path)} was donated or deleted, wanted a live array; "
-                             "take the snapshot before the step that donates it")
-
-
-def from_numpy(arrays: dict, like: dict) -> HostCopy:
-    """The inverse of `HostCopy.to_numpy`: each process keeps the shards that its devices hold.
-
-    Args:
-      arrays: nested dict of global numpy arrays.
-      like: the same tree of `jax.ShapeDtypeStruct` with shardings.
-
-    Raises:
-      ValueError: structures, shapes or dtypes differ.
-    """
-    described, structure = _flatten(like)
-    given, given_structure = _flatten(arrays)
-    _check_alike("the arrays", given, described)
-    if given_structure != structure:
-        raise ValueError(f"the arrays have structure {given_structure}, wanted {structure}; give the state of the same model")
-    leaves = []
-    for (path, array), (_, leaf) in zip(given, described, strict=True):
-        held = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-        shards = {_index(slices, leaf.shape): slices for slices in held}
-        shards = {index: _frozen_copy(array[slices]) for index, slices in shards.items()}
-        leaves.append(HostLeaf(path, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding, shards))
-    return HostCopy(tuple(leaves), structure)
-
-
-def params_digest(params: dict) -> str:
-    """SHA-256 over path, dtype, shape and bytes of every global array, in the order of the paths; whatever the sharding.
-
-    A collective where several processes hold the parameters: every process must call it.
-
-    Args:
-      params: nested dict with string keys of `jax.Array`.
-
-    Returns:
-      64 hexadecimal digits.
-    """
-    check_params(params)
-    arrays, _ = _flatten(params)
-    with jax.transfer_guard("allow"):
-        return _digest_of(_copy_leaf(path, array) for path, array in arrays)  # one leaf in host memory at a time
+    base: int
+    delta: "concurrent.futures.Future[Delta]"  # may be on its way
 
 
 class SnapshotStore:
     """Snapshots on disk, one directory a version, written while the run goes on.
 
-    One save is under way at a time: a second one waits for it, so that a slow disk cannot fill the memory. Until it is written, a
-    save holds one more copy of the parameters in host memory. The directory is on a file system that all processes share.
+    One save is under way at a time: a second one waits for it, so that a slow disk cannot fill the memory. The directory is on a
+    file system that all processes share.
+
+    Args:
+      directory: theirs; made with the first one.
+      keyframe_every: most versions from one keyframe to the next. A version is read faster the fewer, and takes less the more.
     """
 
-    def __init__(self, directory: str | pathlib.Path):
+    def __init__(self, directory: str | pathlib.Path, *, keyframe_every: int = 16):
+        if keyframe_every < 1:
+            raise ValueError(f"keyframe_every is {keyframe_every}, wanted at least 1; set --keyframe-every")
         self.directory = pathlib.Path(directory).absolute()
+        self._keyframe_every = keyframe_every
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot-store")
 
     def path(self, version: int) -> pathlib.Path:
         return self.directory / f"version-{version:06d}"
 
-    def save(self, version: int, params: dict | HostCopy) -> None:
+    # --- writing ---
+
+    def save(self, version: int, params: dict | HostCopy, difference: Difference | None = None) -> None:
         """Starts to write a snapshot and returns; `wait` says when it is there. With several processes, all call it.
 
+        Args:
+          version: which.
+          params: what it is.
+          difference: the same, told from a version that is in the store or on its way there; without it, it becomes a keyframe.
+
         Raises:
-          ValueError: this version is there already, or being written.
+          ValueError: this version is there already, or being written; or it is negative, or two arrays have one name on disk.
+          SnapshotCorrupt: the version that it is told from is not there.
         """
         version = operator.index(version)
-        if self._saving is not None and self._saving[0] == version or self.path(version).exists():
+        if self._saving is not None and self._saving[0] == version or (self.path(version) / _MANIFEST).exists():
             raise ValueError(f"snapshot version {version} is already at {self.path(version)} and snapshots never change; "
                              "save each version once, or after going back to an earlier one call discard_after")
         copy = params if isinstance(params, HostCopy) else host_copy(params)
+        names = collections.Counter(".".join(leaf.path) for leaf in copy.leaves)
+        if version < 0 or max(names.values()) > 1:
+            twice = [name for name, count in names.items() if count > 1]
+            raise ValueError(f"snapshot version {version} with arrays {twice} of one "
+                             "name, wanted a version of 0 or more, and paths that differ when they are joined by dots")
         self.wait()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        # Orbax wants jax arrays, to know who writes which shard. In host memory they cost none of the accelerators'.
-        arrays = copy.to_device("pinned_host")
-        with jax.transfer_guard("allow"), _context():
-            response = ocp.save_async(self.path(version), arrays, custom_metadata={"digest": copy.digest()})
-        self._saving = (version, self._thread.submit(self._finish, version, response, copy.digest()))
+        depth = int(processes.first_does(lambda: self._begin(version, difference)))
+        keyframe = None
+        if processes.num_processes() > 1:  # collectives, which belong to the caller's thread
+            copy.digest()
+            keyframe = self._start_keyframe(version, copy) if depth == 0 else None
+        self._saving = version, self._thread.submit(self._write, version, copy, difference, depth, keyframe)
 
     def wait(self) -> None:
         """Returns when the save under way, if there is one, is complete; raises what made it fail."""
@@ -217,44 +105,72 @@ class SnapshotStore:
             (_, future), self._saving = self._saving, None
             future.result()
 
+    def settled(self, version: int) -> bool:
+        """Whether a version is completely written; waits if it is just being written."""
+        saving = self._saving
+        if saving is not None and saving[0] == version:
+            concurrent.futures.wait([saving[1]])
+        return (self.path(version) / _MANIFEST).is_file()
+
+    def _begin(self, version: int, difference: Difference | None) -> str:
+        """Makes an empty directory for a version; how many differences lie between it and its keyframe."""
+        depth = 0 if difference is None else (self._manifest(difference.base)["depth"] + 1) % self._keyframe_every
+        if self.path(version).exists():  # a stopped save left it behind
+            shutil.rmtree(self.path(version))
+        self.path(version).mkdir(parents=True)
+        return str(depth)
+
+    def _write(self, version: int, copy: HostCopy, difference: Difference | None, depth: int,
+               keyframe: ocp.AsyncResponse | None) -> None:
+        """On the store's thread."""
+        root = self.path(version)
+        if depth == 0:
+            (keyframe or self._start_keyframe(version, copy)).result()
+        if difference is not None:
+            _write_whole(root / _part(processes.index()), difference.delta.result().to_bytes())
+        if processes.index() == 0:
+            parts = [root / _part(index) for index in range(processes.num_processes())] if difference is not None else []
+            _wait_for(parts)
+            body = {
+                "version": version,
+                "digest": copy.digest(),
+                "frozen": copy.frozen,
+                "depth": depth,
+                "base": None if difference is None else difference.base,
+                "base_digest": None if difference is None else self.digest(difference.base),
+                "files": self.files_now(version),
+            }
+            _write_whole(root / _MANIFEST, _manifest_bytes(body))
+        else:
+            _wait_for([root / _MANIFEST])
+
+    def _start_keyframe(self, version: int, copy: HostCopy) -> ocp.AsyncResponse:
+        # Orbax wants jax arrays, to know who writes which shard. In host memory they cost none of the accelerators'.
+        platforms = {device.platform for leaf in copy.leaves for device in leaf.sharding.device_set}
+        arrays = copy.to_device(None if platforms == {"cpu"} else "pinned_host")
+        with jax.transfer_guard("allow"), _context():
+            return ocp.save_async(self.path(version) / _KEYFRAME, arrays)
+
+    # --- what is there ---
+
     def versions(self) -> tuple[int, ...]:
         """The versions that are completely written, ascending."""
         named = ((path, path.name.removeprefix("version-")) for path in self.directory.glob("version-*"))
         return tuple(sorted(int(number) for path, number in named if number.isdecimal() and (path / _MANIFEST).is_file()))
 
-    def load(self, version: int, like: dict) -> dict:
-        """Reads a snapshot, onto any devices and sharding, and verifies that its values are the ones that were saved.
-
-        Args:
-          version: one of `versions()`.
-          like: the tree of `jax.ShapeDtypeStruct`, or of arrays, whose shapes, dtypes and shardings the result has;
-            `abstract` makes one.
-
-        Raises:
-          SnapshotCorrupt: missing, incomplete or damaged.
-          ValueError: it is the snapshot of another model: paths, shapes or dtypes differ from `like`.
-        """
-        described, structure = _flatten(like)
-        _check_alike(f"snapshot version {version} at {self.path(version)}", _flatten(self._arrays(version))[0], described)
-        abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for _, leaf in described]
-        with jax.transfer_guard("allow"), _context():
-            params = ocp.load(self.path(version), structure.unflatten(abstract))
-        digest = params_digest(params)
-        if digest != self.digest(version):
-            raise self._corrupt(version, f"gave values of digest {digest}, wanted {self.digest(version)}")
-        return params
-
-    def abstract(self, version: int, sharding: jax.sharding.Sharding) -> dict:
-        """The tree to `load` a snapshot with when nothing is known of it: every array has the same sharding.
-
-        Raises:
-          SnapshotCorrupt: missing, incomplete or damaged.
-        """
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), self._arrays(version))
+    def incomplete(self) -> list[str]:
+        """Names of what a stopped save left behind: it is never listed, never loaded, and in nobody's way."""
+        complete = {self.path(version) for version in self.versions()}
+        return sorted(path.name for path in set(self.directory.glob("version-*")) - complete)
 
     def digest(self, version: int) -> str:
         """The `params_digest` of what was saved. Raises SnapshotCorrupt like `files`."""
         return self._manifest(version)["digest"]
+
+    def frozen(self, version: int) -> list[LeafDigest]:
+        """The arrays that belong to a snapshot but are not in it, since no version changes them. Raises like `files`."""
+        return [LeafDigest(tuple(path), dtype, tuple(shape), sha256)
+                for path, dtype, shape, sha256 in self._manifest(version)["frozen"]]
 
     def files(self, version: int) -> dict[str, str]:
         """SHA-256 of every file of a snapshot, by its path below the snapshot's directory, as it was when written.
@@ -273,47 +189,162 @@ class SnapshotStore:
                 digests[path.relative_to(root).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
         return digests
 
-    def discard_after(self, version: int) -> None:
+    def discard_after(self, version: int) -> list[str]:
         """Deletes the snapshots newer than `version`, and what a stopped save left behind: a run goes back to that version.
 
         For the start of a resumed run, in one process, while nothing is being saved.
+
+        Returns:
+          Names of what a stopped save had left behind.
         """
+        left = self.incomplete()
         kept = {self.path(older) for older in self.versions() if older <= version}
-        for path in set(self.directory.glob("version-*")) - kept:
+        # Newest first: no version that is still listed is told from one that has gone.
+        for path in sorted(set(self.directory.glob("version-*")) - kept, reverse=True):
             (path / _MANIFEST).unlink(missing_ok=True)  # from here on it is not listed, wherever the deletion stops
             shutil.rmtree(path)
+        return left
 
-    def _finish(self, version: int, response: ocp.AsyncResponse, digest: str) -> None:
-        response.result()
-        if jax.process_index() == 0:
-            unfinished = self.path(version) / f"{_MANIFEST}.tmp"
-            unfinished.write_bytes(_manifest_bytes(version, digest, self.files_now(version)))
-            os.replace(unfinished, self.path(version) / _MANIFEST)
+    # --- reading ---
+
+    def load(self, version: int, like: dict) -> dict:
+        """Reads a snapshot, onto any devices and sharding, and verifies that its values are the ones that were saved.
+
+        Args:
+          version: one of `versions()`.
+          like: the tree of `jax.ShapeDtypeStruct`, or of arrays, whose shapes, dtypes and shardings the result has;
+            `abstract` makes one. Without the arrays that are `frozen`.
+
+        Raises:
+          SnapshotCorrupt: it, or a version that it is told from, is missing, incomplete or damaged.
+          ValueError: it is the snapshot of another model: paths, shapes or dtypes differ from `like`.
+        """
+        described, structure = flatten(like)
+        chain = self._chain(version)
+        check_alike(f"snapshot version {version} at {self.path(version)}", flatten(chain.shapes)[0], described)
+        leaves = [HostLeaf(path, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding,
+                           {index: chain.read(path, index) for index in shard_indices(leaf)}) for path, leaf in described]
+        copy = HostCopy(tuple(leaves), structure, frozen=tuple(self.frozen(version)))
+        if copy.digest() != self.digest(version):
+            raise self._corrupt(version, f"gave values of digest {copy.digest()}, wanted {self.digest(version)}")
+        with jax.transfer_guard("allow"):
+            return copy.to_device()
+
+    def read(self, version: int, path: tuple[str, ...], index: Index | None = None) -> np.ndarray:
+        """One array of a snapshot, or the part of it at `index`, without the rest.
+
+        Raises:
+          SnapshotCorrupt: as `load`, but only the files are verified.
+          ValueError: there is no such array, or it has no such part.
+        """
+        chain = self._chain(version)
+        shapes = dict(flatten(chain.shapes)[0])
+        if path not in shapes:
+            raise ValueError(f"snapshot version {version} at {self.path(version)} has no array {'/'.join(path)}, "
+                             f"wanted one of {', '.join(sorted('/'.join(path) for path in shapes))}")
+        whole = tuple((0, size) for size in shapes[path].shape)
+        index = whole if index is None else index
+        if len(index) != len(whole) or not all(0 <= start <= stop <= size
+                                               for (start, stop), (_, size) in zip(index, whole, strict=True)):
+            raise ValueError(f"{'/'.join(path)} has no part {index}, wanted (start, stop) within {whole} for each axis")
+        return chain.read(path, index)
+
+    def abstract(self, version: int, sharding: jax.sharding.Sharding) -> dict:
+        """The tree to `load` a snapshot with when nothing is known of it: every array has the same sharding.
+
+        Raises:
+          SnapshotCorrupt: missing, incomplete or damaged.
+        """
+        shapes = self._chain(version).shapes
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+
+    def base(self, version: int) -> int | None:
+        """The version that this one is told from, whether or not it is a keyframe too. Raises SnapshotCorrupt like `files`."""
+        return self._manifest(version)["base"]
+
+    def difference(self, version: int) -> Delta:
+        """The difference between a version and its `base`, as far as this process wrote it.
+
+        Raises:
+          SnapshotCorrupt: missing or damaged.
+        """
+        return self._difference(version, processes.index(), self._manifest(version)["files"])
+
+    def _chain(self, version: int) -> "_Chain":
+        """The keyframe of a version and the differences since, verified."""
+        steps: list[dict[Place, bytes]] = []
+        while (manifest := self._intact(version))["depth"]:
+            names = [name for name in manifest["files"] if name.startswith(_DIFFERENCE)]
+            parts = [self._difference(version, index, manifest["files"]) for index in range(len(names))]
+            steps.insert(0, {place: record for part in parts for place, record in part.records.items()})  # replicas once
+            base = manifest["base"]
+            if self.digest(base) != manifest["base_digest"]:
+                raise self._corrupt(version, f"is told from another version {base} than the one at {self.path(base)}")
+            version = base
+        return _Chain(self.path(version) / _KEYFRAME, steps)
+
+    def _difference(self, version: int, index: int, files: dict[str, str]) -> Delta:
+        name = _part(index)
+        try:
+            content = (self.path(version) / name).read_bytes()
+        except OSError as error:
+            raise self._corrupt(version, f"is damaged: {name} cannot be read: {error}") from None
+        if hashlib.sha256(content).hexdigest() != files.get(name):
+            raise self._corrupt(version, f"is damaged: {name} changed since it was written")
+        return Delta.from_bytes(content)
+
+    def _intact(self, version: int) -> dict:
+        """The manifest of a version whose every file is as it was written."""
+        written, now = self.files(version), self.files_now(version)
+        damaged = sorted(name for name in written.keys() | now.keys() if written.get(name) != now.get(name))
+        if damaged:
+            raise self._corrupt(version, f"is damaged: {', '.join(damaged)} changed, vanished or appeared since it was written")
+        return self._manifest(version)
 
     def _manifest(self, version: int) -> dict:
-        if version not in self.versions():
-            raise self._corrupt(version, f"is missing or incomplete; versions there: {list(self.versions())}")
-        content = (self.path(version) / _MANIFEST).read_bytes()
+        try:
+            content = (self.path(version) / _MANIFEST).read_bytes()
+        except FileNotFoundError:
+            raise self._corrupt(version, f"is missing or incomplete; versions there: {list(self.versions())}") from None
         try:
             manifest = json.loads(content)
-            intact = _manifest_bytes(version, manifest["digest"], manifest["files"]) == content
-        except (ValueError, KeyError, TypeError):  # not JSON, or not of this form
+            intact = manifest.pop("sha256") and _manifest_bytes(manifest) == content and manifest["version"] == version
+        except (ValueError, KeyError, TypeError, AttributeError):  # not JSON, or not of this form
             intact = False
         if not intact:
             raise self._corrupt(version, f"is damaged: {_MANIFEST} is not the one that was written with it")
         return manifest
 
-    def _arrays(self, version: int) -> dict:
-        """The tree of shapes and dtypes of a snapshot whose every file is as it was written."""
-        written, now = self.files(version), self.files_now(version)
-        damaged = sorted(name for name in written.keys() | now.keys() if written.get(name) != now.get(name))
-        if damaged:
-            raise self._corrupt(version, f"is damaged: {', '.join(damaged)} changed, vanished or appeared since it was written")
-        return ocp.metadata(self.path(version)).metadata
-
     def _corrupt(self, version: int, what: str) -> SnapshotCorrupt:
         return SnapshotCorrupt(f"snapshot version {version} at {self.path(version)} {what}; "
                                "bring it back from a copy of the run directory, or use another version")
+
+
+class _Chain:
+    """A keyframe and the differences since, oldest first."""
+
+    def __init__(self, keyframe: pathlib.Path, steps: list[dict[Place, bytes]]):
+        self._keyframe = keyframe
+        self._records: dict[tuple[str, ...], list[tuple[Index, bytes]]] = {}
+        for records in steps:
+            for (path, index), record in records.items():
+                self._records.setdefault(path, []).append((index, record))
+
+    @property
+    def shapes(self) -> dict:
+        """The tree of shapes and dtypes."""
+        return ocp.metadata(self._keyframe).metadata
+
+    def read(self, path: tuple[str, ...], index: Index) -> np.ndarray:
+        """A part of an array, in memory of its own."""
+        database = next(self._keyframe.glob("*/manifest.ocdbt")).parent.as_uri() + "/"
+        kvstore = {"driver": "ocdbt", "base": database, "path": ".".join(path) + "/"}
+        stored = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
+        part = empty(tuple(stop - start for start, stop in index), stored.dtype.numpy_dtype)
+        part[...] = stored[tuple(slice(start, stop) for start, stop in index)].read().result()
+        for where, record in self._records.get(path, []):
+            delta_record.apply_part(record, where, part, index)
+        return part
 
 
 def _context() -> ocp.Context:
@@ -323,60 +354,33 @@ def _context() -> ocp.Context:
     return context
 
 
-def _manifest_bytes(version: int, digest: str, files: dict[str, str]) -> bytes:
+def _part(index: int) -> str:
+    """The file with a process's share of a difference."""
+    return f"{_DIFFERENCE}-{index:05d}.bin"
+
+
+def _write_whole(path: pathlib.Path, content: bytes) -> None:
+    """All of it or nothing, whenever the process or the machine stops."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def _wait_for(paths: Iterable[pathlib.Path]) -> None:
+    """Until the files are there, which other processes write."""
+    give_up = time.monotonic() + _PATIENCE
+    for path in paths:
+        while not path.exists():
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"{path} is not there after {_PATIENCE} s: the process that writes it has stopped, or the run "
+                                   "directory is not on a file system that all processes share")
+            time.sleep(0.01)
+
+
+def _manifest_bytes(body: dict) -> bytes:
     """Canonical JSON that holds the SHA-256 of the rest, so that no byte of it can change unnoticed."""
-    body = {"digest": digest, "files": files, "version": version}
     sha256 = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps({**body, "sha256": sha256}, sort_keys=True).encode()
-
-
-def _flatten(tree: dict) -> tuple[list, jax.tree_util.PyTreeDef]:
-    """[(path, leaf)] in the order of the paths, and the structure."""
-    with_keys, structure = jax.tree_util.tree_flatten_with_path(tree)
-    for keys, leaf in with_keys:
-        if not keys or not all(isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, str) for key in keys):
-            raise ValueError(f"params has a {type(leaf).__name__} at {jax.tree_util.keystr(keys) or 'its root'}, "
-                             "wanted nested dicts with string keys; split the model into plain dicts first")
-    return [(tuple(key.key for key in keys), leaf) for keys, leaf in with_keys], structure
-
-
-def _check_alike(what: str, given: list, wanted: list) -> None:
-    """Raises ValueError where paths, shapes or dtypes of two flattened trees differ."""
-    given_kinds, wanted_kinds = ({path: (tuple(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in leaves}
-                                 for leaves in (given, wanted))
-    for path in sorted(given_kinds.keys() | wanted_kinds.keys()):
-        if given_kinds.get(path) != wanted_kinds.get(path):
-            raise ValueError(f"{what} has {given_kinds.get(path, 'nothing')} at {'/'.join(path)}, "
-                             f"wanted {wanted_kinds.get(path, 'nothing')}; use the configuration of the model it was made with")
-
-
-def _index(slices: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
-    return tuple(part.indices(size)[:2] for part, size in zip(slices, shape, strict=True))
-
-
-def _frozen_copy(array) -> np.ndarray:
-    """A true copy, read-only: `np.asarray` may be a view of a device buffer, and a buffer made from it a view of this memory."""
-    copy = np.array(array, order="C")
-    copy.flags.writeable = False
-    return copy
-
-
-def _copy_leaf(path: tuple[str, ...], array: jax.Array) -> HostLeaf:
-    distinct = {}
-    for shard in array.addressable_shards:
-        distinct.setdefault(_index(shard.index, array.shape), shard.data)
-    # jax keeps the host value of an array as long as the array; that of these short-lived wrappers goes with them.
-    wrappers = {index: jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-                for index, data in distinct.items()}
-    for wrapper in wrappers.values():
-        wrapper.copy_to_host_async()
-    shards = {index: _frozen_copy(wrapper) for index, wrapper in wrappers.items()}
-    return HostLeaf(path, array.shape, np.dtype(array.dtype), array.sharding, shards)
-
-
-def _digest_of(leaves: Iterable[HostLeaf]) -> str:
-    digest = hashlib.sha256()
-    for leaf in leaves:
-        digest.update(json.dumps([leaf.path, leaf.dtype.name, leaf.shape]).encode() + b"\n")
-        digest.update(np.ascontiguousarray(leaf.to_numpy()).reshape(-1).view(np.uint8))
-    return digest.hexdigest()

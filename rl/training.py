@@ -21,9 +21,6 @@ from rl.old_logprobs import Anchored
 from rl.rooms import Rooms
 from rl.types import Batch, Trajectory
 
-MAX_DIGESTS = 1024
-"""Versions whose digests are kept: more than a trajectory may be old."""
-
 
 class NonFiniteLoss(FloatingPointError):
     """Training broke down; the step is named."""
@@ -43,13 +40,6 @@ class Training:
         self._rooms, self._estimator, self._num_rows, self._lengths = rooms, estimator, num_rows, lengths
         self._superseded: list[tuple[int, Params, list[Trajectory]]] = []  # versions to be scored live, and what holds them
         self._forgotten: list[Trajectory] = []  # will never be trained
-        self._digests: dict[int, str] = {}  # of published versions, by version
-
-    def note_published(self, version: int, digest: str) -> None:
-        """Notes what a version is, for the ledger: the ring may have let it go when its tokens are trained."""
-        self._digests[version] = digest
-        if len(self._digests) > MAX_DIGESTS:
-            del self._digests[min(self._digests)]
 
     def note_superseded(self, version: int, params: Params, held: list[Trajectory]) -> None:
         """Notes what holds tokens of a version that writes no more of them. From any thread."""
@@ -108,7 +98,7 @@ class Training:
             ScoredTrajectory(trajectory, buckets)
             for trajectory, buckets in zip(anchored.trajectories, anchored.buckets, strict=True)
         ]
-        self._rooms.ledger.record_step(step, version, self._rooms.source.name.value, scored, self._digests)
+        self._rooms.ledger.record_step(step, version, self._rooms.source.name.value, scored, self._rooms.ring.digests)
 
     def update(self, batch: Batch, step: int, version: int) -> tuple[dict, dict]:
         """The learner's update; returns its metrics, and what this process knows of its own rows' ratios.
@@ -128,11 +118,3 @@ class Training:
         self._rooms.source.trained(float(metrics["active_fraction"]))
         own = decomposition.finish(result.forwards) if decomposition.is_on else {}
         return {name: float(value) for name, value in metrics.items()}, own
-
-    def state(self) -> dict:
-        """JSON values; what was noted must have been settled."""
-        return {"digests": {str(version): digest for version, digest in self._digests.items()}}
-
-    def restore(self, state: dict) -> None:
-        self._digests = {int(version): digest for version, digest in state["digests"].items()}
-

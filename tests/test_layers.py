@@ -20,9 +20,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 LAYERS = {
     "types": ("types",),
-    "cores": ("logprobs", "advantages", "corrections", "losses", "batching", "delta", "sampling"),
+    "cores": ("logprobs", "advantages", "corrections", "losses", "batching", "delta", "delta_record", "sampling"),
     "shells": (
         "environments", "admission", "engine", "sampling_programs", "sampler", "rollout", "snapshots", "snapshot_store",
+        "host_copy", "version_chain", "trainable",
         "old_logprobs", "decomposition", "learner", "scorer", "exactness", "evaluation", "warmstart", "ledger", "auditing",
         "budget", "checkpoint", "metrics", "timeline", "processes", "rooms", "training", "reporting",
     ),
@@ -35,7 +36,7 @@ PACKAGES = ("models", "rl", "launch")  # each may import those before it, and it
 # A core computes: no threads, files, clock or randomness of the host.
 CORE_LIBRARIES = {
     "jax", "numpy", "chex", "flax.struct", "__future__", "abc", "collections", "dataclasses", "enum", "functools", "itertools",
-    "math", "operator", "types", "typing",
+    "json", "math", "operator", "struct", "types", "typing", "zlib", "zstandard",
 }  # fmt: skip
 # The model itself is as pure as a core, so cores may compute with it; it must stay so.
 PURE_MODELS = {"models.config", "models.attention", "models.transformer", "models.decode"}
@@ -44,7 +45,7 @@ CORE_FORBIDDEN = {"jax.jit", "jax.pmap", "numpy.random", "open", "print", "input
 # library: the only modules that may import it
 RESERVED_LIBRARIES = {
     "jetstream": ("rl.engine",),
-    "orbax": ("rl.snapshot_store", "rl.checkpoint", "models.weights"),
+    "orbax": ("rl.snapshot_store", "rl.checkpoint", "models.weights", "launch.benches.ring"),
     "tensorstore": ("rl.snapshot_store", "rl.checkpoint", "models.weights"),
 }
 # Flags and environment variables are read in launch/ only. importlib would hide an import from this test.
@@ -170,7 +171,7 @@ def test_every_top_level_entry_is_expected():
 
 
 def test_the_rules_name_only_real_standard_modules():
-    third_party = {"jax", "numpy", "chex", "flax.struct"}
+    third_party = {"jax", "numpy", "chex", "flax.struct", "zstandard"}
     assert CORE_LIBRARIES - third_party <= set(sys.stdlib_module_names) | {"__future__"}
 
 

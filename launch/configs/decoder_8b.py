@@ -45,6 +45,6 @@ def config() -> Config:
         step=StepOptions(microbatches=4, remat=True),
         loop=LoopOptions(groups_per_step=16, group_size=4, max_staleness=4),
         sampler=SamplerOptions(slots=4, sampler_tensor=4, decode_steps_per_call=16, refill_rows=4),
-        snapshots=SnapshotOptions(ring_capacity=8, persist_every=16, publish_dtype=Precision.BFLOAT16),
+        snapshots=SnapshotOptions(ring_capacity=8, publish_dtype=Precision.BFLOAT16),
         steps=64,
     )

@@ -36,7 +36,7 @@ def config() -> Config:
         step=StepOptions(minibatches=2, microbatches=2),
         loop=LoopOptions(groups_per_step=8, group_size=8, max_staleness=4, decode_steps=3),
         sampler=SamplerOptions(slots=128, decode_steps_per_call=1, refill_rows=16),
-        snapshots=SnapshotOptions(ring_capacity=8, persist_every=4, score_rows=32, publish_dtype=Precision.FLOAT32),
+        snapshots=SnapshotOptions(ring_capacity=8, score_rows=32, publish_dtype=Precision.FLOAT32),
         length_buckets=2,
         steps=64,
     )

@@ -94,13 +94,14 @@ class SnapshotSource(ExactSource):
             for version in trajectory.versions:
                 by_version[version].append(index)
         collect_last = functools.partial(collect, NO_POLICY, [], list)  # of the version before: none yet
-        for version in self._ring.held_by_any(by_version.keys()):
-            snapshot = self.timed("fetch", self._ring.get, version)
+        with self._ring.walk():
+            for version in self._ring.held_by_any(by_version.keys()):
+                snapshot = self.timed("fetch", self._ring.get, version)
+                collect_last()
+                holders = by_version.get(version, [])
+                found = start_version(self._scorer, snapshot, version, [trajectories[index] for index in holders])
+                collect_last = functools.partial(collect, version, holders, found)
             collect_last()
-            holders = by_version.get(version, [])
-            found = start_version(self._scorer, snapshot, version, [trajectories[index] for index in holders])
-            collect_last = functools.partial(collect, version, holders, found)
-        collect_last()
         return self._stitch(trajectories, scores)
 
 
@@ -234,16 +235,17 @@ class DedicatedSource(ExactSource):
 
     def _score_all(self, trajectories: list[Trajectory]) -> None:
         scores: dict[int, dict[int, VersionScore]] = {trajectory.request_id: {} for trajectory in trajectories}
-        for version in sorted({version for trajectory in trajectories for version in trajectory.versions}, reverse=True):
-            holders = [trajectory for trajectory in self._still_wanted(trajectories) if version in trajectory.versions]
-            if not holders:
-                continue
-            try:
-                snapshot = self.timed("fetch", self._place, version)
-            except VersionGone:
-                continue  # forgotten meanwhile, or missing when it is put together
-            for trajectory, score in zip(holders, score_version(self._scorer, snapshot, version, holders), strict=True):
-                scores[trajectory.request_id][version] = score
+        with self._ring.walk():
+            for version in sorted({version for trajectory in trajectories for version in trajectory.versions}, reverse=True):
+                holders = [trajectory for trajectory in self._still_wanted(trajectories) if version in trajectory.versions]
+                if not holders:
+                    continue
+                try:
+                    snapshot = self.timed("fetch", self._place, version)
+                except VersionGone:
+                    continue  # forgotten meanwhile, or missing when it is put together
+                for trajectory, score in zip(holders, score_version(self._scorer, snapshot, version, holders), strict=True):
+                    scores[trajectory.request_id][version] = score
         with self._changed:
             for trajectory in self._still_wanted(trajectories):
                 self._scores[trajectory.request_id] = scores[trajectory.request_id]

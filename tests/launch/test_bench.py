@@ -16,7 +16,7 @@ from rl.old_logprobs import SourceName
 
 
 def test_names_and_help(capsys):
-    assert bench.names() == ["dedicated", "old_logprobs", "threads"]
+    assert bench.names() == ["dedicated", "old_logprobs", "ring", "threads"]
     assert bench.main([]) == 0
     printed = capsys.readouterr().out
     assert "usage" in printed and "threads" in printed
@@ -29,6 +29,8 @@ def test_names_and_help(capsys):
         (["threads", "--json", "no/such/place.json"], ["--json", "no/such"]),
         (["old_logprobs", "--plot", "no/such/place.png"], ["--plot", "no/such"]),
         (["old_logprobs", "--learner-steps", "3"], ["--learner-steps is 3", "wanted 8"]),
+        (["ring", "--shape", "huge"], ["--shape is 'huge'", "smollm2_135m"]),
+        (["ring", "--versions", "1"], ["at least 2 --versions"]),
     ],
 )
 def test_what_cannot_be_run_is_refused(capsys, arguments, words):
@@ -45,6 +47,23 @@ def test_threads_writes_its_figures(tmp_path, capsys):
     assert list(found) == ["share_of_ideal/0.02/0.02", "share_of_ideal/0.01/0.02", "share_of_ideal/0.02/0.01"]
     assert all(isinstance(value, float) and value > 0 for value in found.values())
     assert "share of ideal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_small_ring_is_filled_and_walked(tmp_path, capsys, dtype):
+    path = tmp_path / "figures.json"
+    options = ["--shape", "small_3m", "--versions", "3", "--warmup-updates", "2", "--rows", "1", "--length", "8"]
+    assert bench.main(["ring", *options, "--publish-dtype", dtype, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["params"] == 3_000_000 and found["versions"] == 3 and found["learning_rate"] == 1e-6
+    assert found["bit_exact"] is True and found["mirror_over_copy"] == 1
+    if dtype == "bfloat16":
+        assert found["changed_fraction"] < 0.02 and found["host_bytes_over_copy"] < 0.05
+    else:
+        assert found["changed_fraction"] > 0.5 and found["host_bytes_over_copy"] < 2 * 0.6
+    for name in ("step_back", "oldest_get", "put", "orbax_save", "orbax_load"):
+        assert found[f"{name}_over_memcpy"] > 0
+    assert "every version came back bit for bit" in capsys.readouterr().out
 
 
 def test_old_logprobs_are_shown_drawn_and_written(tmp_path, monkeypatch, capsys):

@@ -54,6 +54,8 @@ def test_a_run_leaves_what_it_promises(tiny_run):
         "anchor_replay_bytes",
         "anchor_host_bytes",
         "anchor_disk_bytes",
+        "anchor_differences_bytes",
+        "anchor_keyframes_bytes",
         "scored_tokens",
         "padded_tokens",
         "seconds_fetch",

@@ -27,10 +27,14 @@ GIB = 2**30
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
+ANCHORS = AnchorBytes(
+    held=0, replay=GIB, host=9 * GIB, differences=7 * GIB, most_differences=7 * GIB, disk=5 * GIB, keyframes=GIB
+)
+
 
 def planned(moments: list[Moment]) -> Plan:
     chip = {"parameters": GIB, "optimizer": 2 * GIB, "published": GIB, "weights": GIB, "cache": GIB}
-    return Plan(16 * GIB, chip, chip, moments, AnchorBytes(held=0, replay=GIB, host=9 * GIB, disk=5 * GIB), is_dedicated=False)
+    return Plan(16 * GIB, chip, chip, moments, ANCHORS)
 
 
 def moment(name: str, peak: float, beside: float) -> Moment:
@@ -107,7 +111,7 @@ def test_beside_a_program_lies_what_it_does_not_hold_itself(tiny_plan):
     assert list(by_name) == ["learner step", "score", "decode", "refill", "new policy"]
     chip = made.learner
     assert by_name["learner step"].beside == sum(chip.values()) - chip["parameters"] - chip["optimizer"]
-    if made.is_dedicated:
+    if foundation.config.snapshots.scorer_devices:
         assert by_name["score"].beside == version  # the next one
     else:  # what is scored is one of two versions that are replayed; or the average, which is held anyhow
         assert by_name["score"].beside == sum(chip.values()) + (-version if is_ewma else version)
@@ -230,7 +234,7 @@ def test_eight_billion_parameters_on_64_chips_and_not_on_16(tmp_path):
     assert found["parameters_bytes"] + found["optimizer_bytes"] == pytest.approx(arithmetic, rel=0.02)
     assert found["learner_step_arguments_bytes"] == pytest.approx(arithmetic, rel=0.02)
     assert found["processes"] == 16
-    assert found["anchor_host_bytes"] == pytest.approx(9 * 2 * found["num_parameters"] / 16, rel=0.02)
+    assert found["anchor_host_bytes"] == pytest.approx((4 + 7) * 2 * found["num_parameters"] / 16, rel=0.02)
     done = run("decoder_8b", "--topology", "v5e:4x4", "--json", str(path))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "does not fit into a chip's 15.75 GiB\n  learner step: " in done.stdout and "Traceback" not in done.stderr

@@ -12,8 +12,9 @@ import pytest
 
 from rl import ledger as ledger_module
 from rl.auditing import check_ledger, check_snapshots, choose_segments, compare
+from rl.host_copy import params_digest
 from rl.ledger import Ledger, ScoredTrajectory, read_rows, read_step, row_hash
-from rl.snapshot_store import SnapshotStore, _manifest_bytes, params_digest
+from rl.snapshot_store import SnapshotStore, _manifest_bytes
 from rl.types import FinishReason, Trajectory
 
 NAN = float("nan")
@@ -306,8 +307,9 @@ def test_every_file_of_a_persisted_snapshot_is_guarded(run):
         failures = check_snapshots(store, rows).failures
         assert any(f"snapshot version 1 at {store.path(1)}" in failure and "missing" in failure for failure in failures), name
         path.write_bytes(content)
-    (store.path(1) / "state" / "stray").touch()
-    assert [f"snapshot version 1 at {store.path(1)}: state/stray is there, but the manifest does not name it"] == audit(run)
+    (store.path(1) / "keyframe" / "state" / "stray").touch()
+    stray = f"snapshot version 1 at {store.path(1)}: keyframe/state/stray"
+    assert [f"{stray} is there, but the manifest does not name it"] == audit(run)
 
 
 def test_missing_and_unrecorded_snapshots_are_named(run):
@@ -344,7 +346,9 @@ def test_values_that_a_forged_manifest_vouches_for_are_found(run):
     shutil.rmtree(store.path(1))
     store.save(1, params(5))
     store.wait()
-    (store.path(1) / "manifest.json").write_bytes(_manifest_bytes(1, digest, store.files_now(1)))
+    (store.path(1) / "manifest.json").write_bytes(
+        _manifest_bytes({"version": 1, "digest": digest, "frozen": [], "depth": 0, "base": None, "files": store.files_now(1)})
+    )
     assert store.digest(1) == digest
     assert any("snapshot version 1" in failure and "gave values of digest" in failure for failure in audit(run))
 

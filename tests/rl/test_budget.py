@@ -3,16 +3,26 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from launch.build import Foundation
 from launch.config import MeshOptions
 from models.config import Precision
-from rl.budget import check_ring_fits, device_bytes, host_copy_bytes, num_persisted
+from rl.budget import (
+    RingOptions,
+    check_disk_fits,
+    check_ring_fits,
+    device_bytes,
+    host_copy_bytes,
+    num_keyframes,
+    num_persisted,
+)
+from rl.host_copy import host_copy
 from rl.learner import publish_cast
 from rl.old_logprobs import SourceName
 from rl.old_logprobs.approximate import SamplerSource
-from rl.snapshot_store import host_copy
+from rl.snapshot_store import SnapshotStore
 from rl.snapshots import SnapshotRing
 from tests.tiny import tiny_config
 
@@ -78,8 +88,9 @@ def test_anchors_by_tier(source, held, replay, decompose_every):
     assert found.held == held * num_parameters / 4
     replays = bool(decompose_every) and source != "interrupt" or source in ("snapshot", "dedicated")
     assert found.replay == (replay * num_parameters / 4 if replays else 0)
-    assert found.host == (9 if replays else 2) * 2 * num_parameters
-    assert found.disk == 6 * 2 * num_parameters  # versions 0, 2, 4, 6, 8 and the last
+    each = 2 * num_parameters
+    assert found.host == (4 + 7 if replays else 3 + 1) * each and found.differences == (7 if replays else 1) * each
+    assert found.disk == found.keyframes == 6 * each  # versions 0, 2, 4, 6, 8 and the last
 
 
 @pytest.mark.parametrize("source", ["ewma", "lagged"])
@@ -102,16 +113,53 @@ def test_versions_on_disk_are_counted_as_the_ring_persists_them(num_publishes, p
     assert num_persisted(num_publishes, persist_every) == len(persisted) + (num_publishes not in persisted)
 
 
-def test_a_ring_needs_room_for_its_versions_and_one_being_saved():
+@pytest.mark.parametrize(("num_publishes", "keyframe_every"), [(0, 4), (3, 4), (4, 4), (9, 1), (9, 100)])
+def test_where_every_version_is_persisted_few_are_whole(tmp_path, num_publishes, keyframe_every):
+    store = SnapshotStore(tmp_path, keyframe_every=keyframe_every)
+    ring = SnapshotRing(2, store=store, persist_every=1)
+    for version in range(num_publishes + 1):
+        ring.put(version, {"w": jnp.arange(3.0) + version})
+    store.wait()
+    keyframes = [version for version in store.versions() if (store.path(version) / "keyframe").exists()]
+    assert len(keyframes) == num_keyframes(num_publishes, RingOptions(2, True, 1, keyframe_every))
+    assert len(keyframes) == -(-(num_publishes + 1) // keyframe_every)
+
+
+def test_a_ring_takes_no_more_than_was_reckoned():
+    foundation = published()
+    ring = SnapshotRing(8)
+    for version in range(20):
+        ring.put(version, jax.tree.map(lambda leaf, version=version: leaf * (1 + version), foundation.initial_params()))
+        most = host_copy_bytes(foundation.published_shapes) * len(ring.versions)
+        assert ring.nbytes <= most + 8 * 200 * len(jax.tree.leaves(foundation.published_shapes))  # headers
+
+
+def test_a_ring_needs_room_for_whole_versions_and_for_differences():
     shapes = published().published_shapes
     each = host_copy_bytes(shapes)
-    check_ring_fits(shapes, capacity=8, available=9 * each)
-    with pytest.raises(ValueError, match=r"a ring of 8 versions, .* takes 9 x .* GiB of host memory, but .*--ring-capacity"):
-        check_ring_fits(shapes, capacity=8, available=9 * each - 1)
+    unlimited = RingOptions(8, replays=True, persist_every=4, keyframe_every=16)
+    check_ring_fits(shapes, unlimited, available=11 * each)
+    with pytest.raises(ValueError, match=r"a ring of 8 versions takes 4 x .* at most .* differences, but .*--ring-host-gib"):
+        check_ring_fits(shapes, unlimited, available=11 * each - 1)
+    limited = dataclasses.replace(unlimited, persist_every=1, host_bytes=3 * each)
+    check_ring_fits(shapes, limited, available=6 * each)
+    with pytest.raises(ValueError, match="lower --ring-host-gib"):
+        check_ring_fits(shapes, limited, available=6 * each - 1)
+    with pytest.raises(ValueError, match="--publish-dtype bfloat16, or take more hosts"):
+        check_ring_fits(shapes, limited, available=4 * each - 1)
+    with pytest.raises(ValueError, match=r"--ring-host-gib allows .* wanted at least"):
+        check_ring_fits(shapes, dataclasses.replace(limited, host_bytes=each - 1), available=100 * each)
+
+
+def test_a_disk_needs_room_for_keyframes():
+    anchors = published().anchor_bytes()
+    check_disk_fits(anchors, available=anchors.keyframes)
+    with pytest.raises(ValueError, match="keyframes take .* GiB of disk, .* --keyframe-every"):
+        check_disk_fits(anchors, available=anchors.keyframes - 1)
 
 
 def test_this_machine_holds_a_small_ring_and_no_endless_one():
-    shapes = published().published_shapes
-    check_ring_fits(shapes, capacity=8)
+    shapes, small = published().published_shapes, RingOptions(8, replays=True, persist_every=1, keyframe_every=16)
+    check_ring_fits(shapes, small)
     with pytest.raises(ValueError, match="a ring of 1000000000 versions"):
-        check_ring_fits(shapes, capacity=10**9)
+        check_ring_fits(shapes, dataclasses.replace(small, capacity=10**9))

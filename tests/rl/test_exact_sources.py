@@ -13,12 +13,12 @@ import pytest
 from models.config import ModelConfig, Precision
 from models.sharding import parameter_shardings
 from models.transformer import Model
+from rl.host_copy import params_digest
 from rl.learner import publish_cast
 from rl.loop import Schedule
 from rl.old_logprobs import GonePolicy, SourceName
 from rl.old_logprobs.exact import DedicatedSource, InterruptSource, SnapshotSource
 from rl.scorer import Scorer
-from rl.snapshot_store import params_digest
 from rl.snapshots import SnapshotRing, VersionGone
 from rl.threads import Interleaving, Repeat, Threads, read_interleaving
 from rl.types import NO_POLICY, FinishReason, Trajectory

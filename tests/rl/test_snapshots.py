@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from rl.snapshot_store import SnapshotStore, params_digest
+from rl.host_copy import params_digest
+from rl.snapshot_store import SnapshotStore
 from rl.snapshots import RingFull, SnapshotRing, VersionGone, check_capacity
 
 SHAPES = {"fsdp=8": ((8, 1), P("fsdp")), "2x4": ((2, 4), P("fsdp", "tensor"))}
@@ -31,12 +32,22 @@ def sharded(seed, shape_name="fsdp=8"):
     return {"layer": jax.device_put({"kernel": kernel, "bias": bias}, shardings)}
 
 
+def test_the_step_of_these_tests_donates():
+    donated = fresh(sharded(0))
+    train_step(donated)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))  # or they would test nothing
+
+
 def tiny(value):
     return {"w": jnp.array([value, -value], jnp.float32)}
 
 
 def bits(params):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
+
+
+def copied(state):
+    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, state)
 
 
 def describe(params):
@@ -64,7 +75,8 @@ def test_get_returns_every_bit_with_the_sharding_of_put(shape_name):
         assert bits(got) == bits(tree)
         assert jax.tree.map(lambda leaf: leaf.sharding, got) == jax.tree.map(lambda leaf: leaf.sharding, tree)
         assert ring.digest(version) == params_digest(tree)
-    assert ring.nbytes == 3 * (64 * 32 * 2 + 5 * 4)  # replicas not counted
+    each = 64 * 32 * 2 + 5 * 4  # replicas not counted
+    assert 3 * each - 2 * 5 * 4 < ring.nbytes < 3 * each + 1000  # of random bits, differences are as large, and have headers
 
 
 @pytest.mark.parametrize("shape_name", SHAPES)
@@ -74,9 +86,7 @@ def test_three_donated_steps_leave_a_snapshot_alone(shape_name):
     ring.put(0, params)
     expected, digest = bits(ring.get(0)), params_digest(params)
     for _ in range(3):
-        donated = params
         params = jax.block_until_ready(train_step(params))
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))  # or this test would test nothing
     assert bits(ring.get(0)) == expected
     assert ring.digest(0) == digest  # computed only now
     jax.block_until_ready(train_step(ring.get(0)))  # and donating what get gave does no harm either
@@ -108,7 +118,8 @@ def test_a_full_ring_of_pins_refuses_and_changes_nothing():
         ring.put(3, tiny(3))
     after = ring.state()
     assert json.dumps(before.pop("versions")) == json.dumps(after.pop("versions"))
-    assert before["pins"] == after["pins"] and bits(before["params"]) == bits(after["params"])
+    assert before["pins"] == after["pins"]
+    assert all(bits(before[part]) == bits(after[part]) for part in ("params", "chain"))
     ring.release([1])
     assert ring.has_room()
     ring.put(3, tiny(3))
@@ -254,8 +265,8 @@ def test_state_and_restore_give_the_same_ring(tmp_path):
     ring.pin([2])
     state = ring.state()
     assert store.versions() == (2,)  # what the state counts on is on disk
-    params = state.pop("params")
-    state = json.loads(json.dumps(state)) | {"params": jax.tree.map(np.array, params)}
+    params, chain = state.pop("params"), state.pop("chain")
+    state = json.loads(json.dumps(state)) | {"params": jax.tree.map(np.array, params), "chain": copied(chain)}
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(params))
 
     other = SnapshotRing(3, store=store, persist_every=2)
@@ -283,7 +294,7 @@ def test_restore_owns_its_arrays_and_refuses_what_does_not_fit():
     state["params"] = jax.tree.map(np.array, state["params"])
     other = SnapshotRing(2)
     other.restore(state, describe(tiny(0)))
-    state["params"]["1"]["w"][:] = 7
+    state["params"]["newest"]["w"][:] = 7
     assert bits(other.get(1)) == bits(tiny(2))
     with pytest.raises(ValueError, match=r"holds versions \[0, 1\], wanted at most 1; resume with --ring-capacity 2"):
         SnapshotRing(1).restore(state, describe(tiny(0)))
@@ -368,7 +379,7 @@ class RingAgainstModel(hypothesis.stateful.RuleBasedStateMachine):
     def same(self):
         assert self.ring.versions == tuple(sorted(self.model))
         assert self.ring.pins == {version: pins for version, (_, pins) in self.model.items() if pins}
-        assert self.ring.nbytes == 8 * len(self.model)
+        assert bool(self.model) * 8 <= self.ring.nbytes < 8 + 100 * len(self.model)
         for version in self.model:
             assert bits(self.ring.get(version)) == bits(tiny(version))
 

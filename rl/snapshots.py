@@ -3,6 +3,7 @@
     ring.put(version, params)      at a publish, before the sampler sees the version
     ring.pin(versions)             when a trajectory holds tokens of them
     ring.get(version)              replay: the parameters as they were put, bit for bit, on the same devices
+    with ring.walk(): ...          several of them, newest first: one step each
     ring.release(versions)         when the trajectory is scored or dropped
 
 When the ring is full, `put` first lets the oldest version go that nobody pins. If every version that could go is pinned, it

@@ -94,7 +94,7 @@ def test_what_is_got_in_a_walk_stays_what_it_is():
 def test_a_program_under_way_reads_what_it_was_given():
     """Dropped as soon as a slow program has been started with it, while the walk goes on."""
     ring = filled(8)
-    slow = jax.jit(lambda tree: (jax.lax.fori_loop(0, 300, lambda _, x: jnp.sin(x @ x.T @ x), tree["kernel"].astype(jnp.float32)),
+    slow = jax.jit(lambda tree: (jax.lax.fori_loop(0, 40, lambda _, x: jnp.sin(x @ x.T @ x), tree["kernel"].astype(jnp.float32)),
                                  tree["kernel"], tree["scale"]))  # fmt: skip
     single = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), SHARDINGS)
     with ring.walk():

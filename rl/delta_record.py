@@ -25,7 +25,7 @@ MAGIC = b"XORD"
 _HEADER = struct.Struct("<4sBBBBQQII")  # magic, format, kind, bytes an element and a gap, elements, places, witnesses
 CHECKSUM = struct.Struct("<I")  # CRC-32 of all that follows it
 
-_NEAR = 1 << 18  # elements worked on at a time: they stay in the cache of one core
+_NEAR = 1 << 20  # elements worked on at a time: near enough for caches, and enough that threads seldom meet in the interpreter
 _SPARSE_BELOW = 1 / 8  # of the elements; where more differ, planes are smaller
 _RUNS, _RUN = 128, 128  # places and elements there by which a version of an array is known
 

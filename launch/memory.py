@@ -33,8 +33,8 @@ def anchor_table(foundation: Foundation, unit: Unit | None = None) -> tuple[str,
         ("", unit.name),
         ("a learner's device, at all times", unit(anchors.held)),
         (f"a {whose} device, while versions are replayed", unit(anchors.replay)),
-        ("host memory of a process, whole versions: the newest, and what is in work", unit(anchors.host - anchors.differences)),
-        (f"host memory of a process, differences of {versions} versions, at most", unit(anchors.differences)),
+        ("host of a process: the newest version, and those in work", unit(anchors.host - anchors.differences)),
+        (f"host of a process: differences of {versions} versions, at most", unit(anchors.differences)),
         (f"disk: what {config.steps} steps persist, at most", unit(anchors.disk)),
     ]
     if snapshots.publish_dtype is Precision.BFLOAT16:

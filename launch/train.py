@@ -51,7 +51,8 @@ def main(arguments: list[str]) -> int:
         check(config)
         foundation = Foundation.of(config)
         foundation.check()
-        check_disk(foundation)
+        if not invocation.resume:  # which has written some of it already
+            check_disk(foundation)
         order = read_interleaving(_own_order(invocation.repeat)) if invocation.repeat else None
         changes = run_directory.reopen(config.run_dir, config) if invocation.resume else None
         run_dir = config.run_dir if invocation.resume else run_directory.create(config, name)

@@ -106,8 +106,8 @@ def anchor_bytes(
 
 def _whole_versions(ring: RingOptions) -> int:
     """Versions that are whole on the host at the worst moment: the newest, the one before until it is encoded, one that is
-    written as a keyframe, and one that is replayed."""
-    return 3 + ring.replays
+    written as a keyframe, and two that are replayed: one on its way to the devices, and the next."""
+    return 3 + 2 * ring.replays
 
 
 def _most_differences(each: int, ring: RingOptions) -> int:
@@ -149,10 +149,10 @@ def check_ring_fits(shapes: Params, ring: RingOptions, *, available: int | None 
     differences = _most_differences(each, ring)
     wanted = whole * each + differences
     if wanted > available:
-        remedy = ("lower --ring-host-gib" if ring.host_bytes is not None and differences else
-                  f"set --persist-every 1 and --ring-host-gib {max(available / GIB - (whole - 1) * each / GIB, each / GIB):.3g}, "
-                  "and differences beyond it go to disk; or lower --ring-capacity (with --max-staleness)")  # fmt: skip
-        if whole * each > available:
+        left = available - (whole - 1) * each
+        remedy = (f"set --persist-every 1 and --ring-host-gib {math.floor(1000 * left / GIB) / 1000}, and differences beyond it "
+                  "go to disk; or lower --ring-capacity (with --max-staleness)")
+        if left < each:
             remedy = "halve versions with --publish-dtype bfloat16, or take more hosts"
         raise ValueError(f"a ring of {ring.capacity} versions takes {whole} x {each / GIB:.3g} GiB of host memory for whole "
                          f"versions, and at most {differences / GIB:.3g} GiB for differences, but {available / GIB:.3g} GiB are "

@@ -100,7 +100,7 @@ def decode(delta: Delta, base):
       A tree like `base`, in memory of its own: numpy arrays where `base` has them, and `jax.Array` of the same sharding.
 
     Raises:
-      WrongBase: `base` is neither of the versions.
+      WrongBase: `base` is neither of the versions, as far as samples of its elements tell; of small arrays, all of them.
       DeltaCorrupt: a record is damaged.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(base)

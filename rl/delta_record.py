@@ -75,7 +75,8 @@ def follow(records: Sequence[bytes], source: np.ndarray, target: np.ndarray) -> 
       target: becomes the last; of the shape and dtype of `source`, which it may be.
 
     Raises:
-      WrongBase, DeltaCorrupt: the array is not of the first version, or a record damaged; nothing has changed.
+      WrongBase: the array is not of the first version, as far as samples of its elements tell. Nothing has changed.
+      DeltaCorrupt: a record is damaged. Nothing has changed.
     """
     if (target.shape, target.dtype) != (source.shape, source.dtype):
         raise ValueError(f"the target is {target.dtype.name}{list(target.shape)}, wanted {source.dtype.name}{list(source.shape)} "

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from rl.delta_record import Index
 
 _ALIGNMENT = 64
 """Bytes. A CPU device takes over numpy memory that is aligned like this, and copies any other."""
+
+_digesting = threading.Lock()
 
 pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="host-copy")
 """For work on many shards at once; numpy, zstandard and hashlib let go of the interpreter."""
@@ -113,7 +116,8 @@ class HostCopy:
 
     def digest(self) -> str:
         """The `params_digest` of the parameters, computed at the first call. A collective where several processes hold them."""
-        return self._digest
+        with _digesting:  # whoever else asks waits, and does not compute it too
+            return self._digest
 
     @functools.cached_property
     def _digest(self) -> str:

@@ -62,6 +62,7 @@ class SnapshotStore:
         self.directory = pathlib.Path(directory).absolute()
         self._keyframe_every = keyframe_every
         self._saving: tuple[int, concurrent.futures.Future] | None = None
+        self.failed: set[int] = set()  # versions that could not be written
         self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot-store")
 
     def path(self, version: int) -> pathlib.Path:
@@ -97,13 +98,18 @@ class SnapshotStore:
         if processes.num_processes() > 1:  # collectives, which belong to the caller's thread
             copy.digest()
             keyframe = self._start_keyframe(version, copy) if depth == 0 else None
+        self.failed.discard(version)
         self._saving = version, self._thread.submit(self._write, version, copy, difference, depth, keyframe)
 
     def wait(self) -> None:
         """Returns when the save under way, if there is one, is complete; raises what made it fail."""
         if self._saving is not None:
-            (_, future), self._saving = self._saving, None
-            future.result()
+            (version, future), self._saving = self._saving, None
+            try:
+                future.result()
+            except BaseException:
+                self.failed.add(version)
+                raise
 
     def settled(self, version: int) -> bool:
         """Whether a version is completely written; waits if it is just being written."""

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import jax
 
 from rl import processes
-from rl.host_copy import check_params, host_copy
+from rl.host_copy import HostCopy, check_params, host_copy
 from rl.snapshot_store import Difference, SnapshotStore
 from rl.trainable import Path, Trainable
 from rl.version_chain import Cursor, VersionChain, done
@@ -157,11 +157,14 @@ class SnapshotRing:
 
         Raises:
           RingFull: every version that could leave is pinned. Nothing has changed.
-          ValueError: the version does not increase, or the parameters cannot be copied.
+          ValueError: the version does not increase, or the parameters cannot be copied, or are not like those before. Nothing has
+            changed.
+          OSError: the store failed to write the version before; this one is in the ring, but not persisted.
         """
         version = operator.index(version)
         check_params(params)  # before anything leaves
         trained = params if self._trainable is None else self._trainable.trained(params)
+        self._chain.check_alike(trained)
         self._chain.wait()
         with self._lock:
             newest = max(self._versions, default=-1)
@@ -191,10 +194,11 @@ class SnapshotRing:
           VersionGone: the ring does not hold this version.
           DeltaCorrupt, SnapshotCorrupt: what it is told from is damaged, in memory or on disk.
         """
-        self._check_held(version)
-        cursor = self._walk.cursor
-        if cursor is None or cursor.version < version:
-            cursor = self._chain.cursor()
+        with self._lock:  # so that it does not leave in between
+            self._check_held(version)
+            cursor = self._walk.cursor
+            if cursor is None or cursor.version < version:
+                cursor = self._chain.cursor()
         self._walk.cursor = None  # whatever fails, nobody goes on from where it failed
         params = self._placed(cursor, version, shardings)
         if self._walk.is_on:
@@ -241,8 +245,7 @@ class SnapshotRing:
     def digest_later(self, version: int) -> "concurrent.futures.Future[str]":
         """`digest`, computed in the background where no other process has a part in it. It outlives the version."""
         if version not in self._digests:
-            self._check_held(version)
-            copy = self._chain.cursor().to(version)
+            copy = self._copy(version)
             if processes.num_processes() > 1:
                 copy.digest()  # a collective belongs to the caller's thread; it is computed once
             self._digests[version] = self._digesting.submit(copy.digest)
@@ -295,8 +298,8 @@ class SnapshotRing:
 
     @property
     def persisted(self) -> tuple[int, ...]:
-        """The versions handed to the store, ascending. All but the newest are completely written."""
-        return tuple(sorted(self._persisted))
+        """The versions handed to the store, ascending, but for those that it failed to write. All but the newest are complete."""
+        return tuple(sorted(self._persisted - (set() if self._store is None else self._store.failed)))
 
     def state(self) -> dict:
         """Plain numpy arrays and JSON values. Waits for the save under way, so that whoever resumes finds it on disk.
@@ -310,7 +313,7 @@ class SnapshotRing:
             return {
                 "versions": list(self._versions),
                 "pins": {str(version): count for version, count in self._pins.items()},
-                "persisted": sorted(self._persisted),
+                "persisted": list(self.persisted),
                 "digests": {str(version): digest for version, digest in self.digests.items()},
                 "params": {"newest": chain.pop("params"), "frozen": {} if self._trainable is None else self._trainable.state()},
                 "chain": chain,
@@ -341,12 +344,18 @@ class SnapshotRing:
             self._digests = {int(version): done(digest) for version, digest in state["digests"].items()}
 
     def _write(self, version: int, difference: Difference | None) -> None:
-        if version in self._persisted:
+        if version in self.persisted:
             return
-        if difference is not None and difference.base not in self._persisted:
+        if difference is not None and difference.base not in self.persisted:
             difference = None  # a keyframe, then
-        self._store.save(version, self._chain.cursor().to(version), difference)
+        self._store.save(version, self._copy(version), difference)
         self._persisted.add(version)
+
+    def _copy(self, version: int) -> HostCopy:
+        with self._lock:
+            self._check_held(version)
+            cursor = self._chain.cursor()
+        return cursor.to(version)
 
     def _check_held(self, version: int) -> None:
         with self._lock:

@@ -42,10 +42,14 @@ class Trainable:
             raise ValueError(f"{'/'.join(path)} is frozen in one version only; give versions of one model")
         for leaf in self._copy.leaves:
             array = frozen[leaf.path]
-            shards = array_shards(array) if array is not self._arrays[leaf.path] else leaf.shards
-            if any(not np.array_equal(_bytes(shard), _bytes(leaf.shards.get(index, shard[:0])))
-                   for index, shard in shards.items()):
-                raise ValueError(f"{'/'.join(leaf.path)} has changed, but it is not trained; let `trainable` name it")
+            if array is self._arrays[leaf.path]:
+                continue
+            shards = array_shards(array)
+            if array.dtype != leaf.dtype or shards.keys() != leaf.shards.keys() or not all(
+                np.array_equal(_bytes(shard), _bytes(leaf.shards[index])) for index, shard in shards.items()
+            ):
+                raise ValueError(f"{'/'.join(leaf.path)} has changed, or lies elsewhere, but it is not trained; let "
+                                 "`trainable` name it")
         return self.like(params)
 
     def like(self, tree: dict) -> dict:

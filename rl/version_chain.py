@@ -21,7 +21,7 @@ import numpy as np
 from rl import delta
 from rl.delta import Delta, Place
 from rl.delta_record import DeltaCorrupt
-from rl.host_copy import HostCopy, LeafDigest, Memory, from_numpy, pool
+from rl.host_copy import HostCopy, LeafDigest, Memory, flatten, from_numpy, pool, shard_indices
 from rl.snapshot_store import Difference, SnapshotStore
 
 T = TypeVar("T")
@@ -78,8 +78,22 @@ class VersionChain:
     def difference(self, version: int) -> Difference | None:
         """What a version is told from the one before by, if it is there and in memory; it may be on its way."""
         with self._lock:
-            return next((Difference(link.older, link.delta) for link in self._links
-                         if link.newer == version and link.delta is not None), None)
+            link = next((link for link in self._links if link.newer == version), None)
+            encoded = None if link is None else link.delta  # once: it may be moved down meanwhile
+            return None if encoded is None else Difference(link.older, encoded)
+
+    def check_alike(self, params: dict) -> None:
+        """Raises ValueError unless parameters are arrays like those of the newest version, sharded alike."""
+        if self._newest is None:
+            return
+        version, copy = self._newest
+        wanted = {leaf.path: (leaf.shape, leaf.dtype.name, sorted(leaf.shards)) for leaf in copy.leaves}
+        given = {path: (leaf.shape, np.dtype(leaf.dtype).name, sorted(shard_indices(leaf))) for path, leaf in flatten(params)[0]}
+        for path in sorted(given.keys() | wanted.keys()):
+            if given.get(path) != wanted.get(path):
+                raise ValueError(f"params has {given.get(path, 'nothing')} at {'/'.join(path)}, wanted "
+                                 f"{wanted.get(path, 'nothing')} (shape, dtype, shards) as in version {version}; put versions of "
+                                 "one model, sharded alike")
 
     def keep_only(self, versions: Iterable[int]) -> None:
         """Lets go of the bytes that none of these versions needs; they are among those of the chain."""
@@ -95,6 +109,7 @@ class VersionChain:
     def wait(self) -> None:
         """Until what happens in the background is done; raises what went wrong there."""
         jobs, self._jobs = self._jobs, []
+        concurrent.futures.wait(jobs)
         for job in jobs:
             job.result()
 
@@ -159,7 +174,7 @@ class VersionChain:
         for link in links:
             if joined and joined[-1].older == link.newer and link.newer not in versions:
                 before = joined.pop()
-                link = _Link(before.newer, link.older, done(delta.compose(before.delta.result(), link.delta.result())))
+                link = _Link(before.newer, link.older, done(delta.compose(self._delta(before), self._delta(link))))
             joined.append(link)
         with self._lock:
             # Meanwhile the oldest may have gone; and a newer one has not come, for that waits for this.
@@ -185,7 +200,7 @@ class Cursor:
 
     def __init__(self, version: int, newest: HostCopy, links: tuple[_Link, ...], delta_of: Callable[[_Link], Delta]):
         self.version = version
-        self._newest, self._links, self._delta_of = newest, collections.deque(links), delta_of
+        self._newest, self._links, self._delta_of = newest, links, delta_of
         self._at: dict[Place, Memory] = {}  # where each shard lies; before the first step, with the newest version
         self._memories: dict[Place, list[Memory]] = collections.defaultdict(list)
 
@@ -197,11 +212,12 @@ class Cursor:
         Args:
           version: one that the chain holds.
         """
-        deltas = []
-        while self.version > version:
-            link = self._links.popleft()
-            deltas.append(self._delta_of(link))
-            self.version = link.older
+        steps = [link for link in self._links if link.older >= version and link.newer <= self.version]
+        if (steps[-1].older if steps else self.version) != version:
+            raise ValueError(f"the chain leads from version {self.version} to {[link.older for link in self._links]}, wanted "
+                             f"version {version} among them; get a version that the ring holds")
+        deltas = [self._delta_of(link) for link in steps]
+        self.version = version
         shards = self._newest.shards
         if deltas:
             gc.collect(0)  # jax lets go of the memory of arrays that were dropped when Python collects garbage

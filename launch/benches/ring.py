@@ -190,7 +190,7 @@ def _fill(
     ring: SnapshotRing, store: SnapshotStore, training: _Training, meter: _Meter, display: Display, num_versions: int
 ) -> tuple[dict[str, float], list[str]]:
     """Steps and puts, and what the puts cost; and the digest of each version."""
-    digests, puts, calls, saves = [], [], [], []
+    digests, puts, calls, saves, mirror = [], [], [], [], 0
     for version in range(num_versions):
         display.phase(f"version {version + 1} of {num_versions}")
         if version:
@@ -204,14 +204,15 @@ def _fill(
         with meter.watching():
             puts.append(meter.seconds(put))
         saves.append(_seconds(store.wait))
+        mirror = ring.nbytes if version == 0 else mirror
         digests.append(params_digest(params))
-    deltas = ring.nbytes - meter.nbytes
+    deltas = ring.nbytes - mirror
     changed = [store.difference(version).num_changed for version in range(1, num_versions)]
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     copy = meter.copy_seconds
     return {
         "host_bytes_over_copy": deltas / meter.nbytes,
-        "mirror_over_copy": 1.0,
+        "mirror_over_copy": mirror / meter.nbytes,
         "changed_fraction": statistics.mean(changed) / size,
         "put_over_memcpy": statistics.median(puts[1:]) / copy,
         "put_call_over_memcpy": statistics.median(calls[1:]) / copy,

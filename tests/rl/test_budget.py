@@ -89,7 +89,7 @@ def test_anchors_by_tier(source, held, replay, decompose_every):
     replays = bool(decompose_every) and source != "interrupt" or source in ("snapshot", "dedicated")
     assert found.replay == (replay * num_parameters / 4 if replays else 0)
     each = 2 * num_parameters
-    assert found.host == (4 + 7 if replays else 3 + 1) * each and found.differences == (7 if replays else 1) * each
+    assert found.host == (5 + 7 if replays else 3 + 1) * each and found.differences == (7 if replays else 1) * each
     assert found.disk == found.keyframes == 6 * each  # versions 0, 2, 4, 6, 8 and the last
 
 
@@ -139,15 +139,15 @@ def test_a_ring_needs_room_for_whole_versions_and_for_differences():
     shapes = published().published_shapes
     each = host_copy_bytes(shapes)
     unlimited = RingOptions(8, replays=True, persist_every=4, keyframe_every=16)
-    check_ring_fits(shapes, unlimited, available=11 * each)
-    with pytest.raises(ValueError, match=r"a ring of 8 versions takes 4 x .* at most .* differences, but .*--ring-host-gib"):
-        check_ring_fits(shapes, unlimited, available=11 * each - 1)
+    check_ring_fits(shapes, unlimited, available=12 * each)
+    with pytest.raises(ValueError, match=r"a ring of 8 versions takes 5 x .* at most .* differences, but .*--ring-host-gib"):
+        check_ring_fits(shapes, unlimited, available=12 * each - 1)
     limited = dataclasses.replace(unlimited, persist_every=1, host_bytes=3 * each)
-    check_ring_fits(shapes, limited, available=6 * each)
-    with pytest.raises(ValueError, match="lower --ring-host-gib"):
-        check_ring_fits(shapes, limited, available=6 * each - 1)
+    check_ring_fits(shapes, limited, available=7 * each)
+    with pytest.raises(ValueError, match=r"set --persist-every 1 and --ring-host-gib \d"):
+        check_ring_fits(shapes, limited, available=7 * each - 1)
     with pytest.raises(ValueError, match="--publish-dtype bfloat16, or take more hosts"):
-        check_ring_fits(shapes, limited, available=4 * each - 1)
+        check_ring_fits(shapes, limited, available=5 * each - 1)
     with pytest.raises(ValueError, match=r"--ring-host-gib allows .* wanted at least"):
         check_ring_fits(shapes, dataclasses.replace(limited, host_bytes=each - 1), available=100 * each)
 

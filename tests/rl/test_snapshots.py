@@ -278,9 +278,9 @@ def test_state_and_restore_give_the_same_ring(tmp_path):
         assert jax.tree.map(lambda leaf: leaf.sharding, got) == jax.tree.map(lambda leaf: leaf.sharding, ring.get(version))
         assert other.digest(version) == ring.digest(version)
     with pytest.raises(RingFull):
-        other.put(4, sharded(4))
+        other.put(4, sharded(4, "2x4"))
     other.release([1])
-    other.put(4, sharded(4))  # persisted like in the first ring, though version 2 is there already
+    other.put(4, sharded(4, "2x4"))  # persisted like in the first ring, though version 2 is there already
     other.persist(2)
     store.wait()
     assert other.versions == (2, 3, 4) and store.versions() == (2, 4)

@@ -65,7 +65,7 @@ def test_only_trained_arrays_are_kept_and_whole_versions_are_got():
 
 def test_a_frozen_array_that_changes_is_refused_and_nothing_has_changed():
     ring = filled()
-    with pytest.raises(ValueError, match="layer/kernel has changed, but it is not trained"):
+    with pytest.raises(ValueError, match="layer/kernel has changed, or lies elsewhere, but it is not trained"):
         ring.put(3, params(3, FROZEN.at[5, 5].add(1)))
     assert ring.versions == (0, 1, 2)
     ring.put(3, params(3, FROZEN + 0))  # other memory, the same values
@@ -112,3 +112,12 @@ def test_state_and_restore_keep_the_frozen_arrays():
         assert bits(again.get(version)) == bits(params(version)) and again.digest(version) == ring.digest(version)
     again.put(3, params(3))
     assert bits(again.get(0)) == bits(params(0))
+
+
+def test_frozen_scalars_are_arrays_too():
+    ring = SnapshotRing(2, trainable=is_adapter)
+    for version in range(2):
+        ring.put(version, {"adapter": jnp.full(3, version), "scale": jnp.float32(7)})
+    assert float(ring.get(0)["scale"]) == 7
+    with pytest.raises(ValueError, match="scale has changed"):
+        ring.put(2, {"adapter": jnp.zeros(3, jnp.int32), "scale": jnp.float32(8)})

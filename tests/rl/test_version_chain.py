@@ -15,7 +15,7 @@ from rl.delta import Delta
 from rl.delta_record import DeltaCorrupt, WrongBase
 from rl.host_copy import host_copy
 from rl.snapshot_store import SnapshotStore
-from rl.snapshots import SnapshotRing
+from rl.snapshots import SnapshotRing, VersionGone
 from rl.version_chain import VersionChain
 
 MESH = Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "tensor"))
@@ -253,3 +253,63 @@ def test_versions_that_are_not_kept_are_told_apart_for_the_disk_all_the_same(tmp
     assert ring.versions == (4,) and store.versions() == (0, 1, 2, 3, 4)
     assert [(store.path(version) / "keyframe").exists() for version in range(5)] == [True, False, False, True, False]
     assert all(bits(store.load(version, describe(params(0)))) == bits(weights(version)) for version in range(5))
+
+
+def test_a_version_that_leaves_while_it_is_wanted_is_gone_or_what_it_was(monkeypatch):
+    ring = filled(4)
+    ring.pin([0])
+    check, putter = ring._check_held, threading.Thread(target=lambda: ring.put(4, params(4)))
+
+    def leaves(version):
+        """Another thread lets a version go as soon as it has been looked for."""
+        check(version)
+        monkeypatch.undo()
+        putter.start()
+        putter.join(0.5)  # which has to wait until the getter knows the way
+
+    monkeypatch.setattr(ring, "_check_held", leaves)
+    assert bits(ring.get(1)) == bits(weights(1))
+    putter.join()
+    assert ring.nbytes and ring.versions == (0, 2, 3, 4)
+    with pytest.raises(VersionGone):
+        ring.get(1)
+    cursor = ring._chain.cursor()
+    with pytest.raises(ValueError, match="wanted version 1 among them"):
+        cursor.to(1)
+    assert bits(cursor.to(0).to_device()) == bits(weights(0))
+
+
+def test_other_parameters_than_before_are_refused_and_nothing_has_changed():
+    ring = filled(3)
+    other = params(3)
+    with pytest.raises(ValueError, match=r"params has nothing at scale, wanted .* as in version 2; put versions of one model"):
+        ring.put(3, {"kernel": other["kernel"]})
+    with pytest.raises(ValueError, match="at kernel, wanted"):
+        ring.put(3, {**other, "kernel": jax.device_put(other["kernel"], NamedSharding(MESH, P()))})
+    with pytest.raises(ValueError, match="float32.* at kernel"):
+        ring.put(3, {**other, "kernel": other["kernel"].astype(jnp.float32)})
+    assert ring.versions == (0, 1, 2) and bits(ring.get(0)) == bits(weights(0))
+
+
+def test_a_version_that_could_not_be_written_is_not_called_persisted(tmp_path, monkeypatch):
+    store = SnapshotStore(tmp_path)
+    ring = SnapshotRing(4, store=store, persist_every=1)
+    ring.put(0, params(0))
+    store.wait()
+    write = store._write
+
+    def full(version, *arguments):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(store, "_write", full)
+    ring.put(1, params(1))
+    monkeypatch.setattr(store, "_write", write)
+    with pytest.raises(OSError, match="no space left"):
+        ring.state()
+    assert ring.persisted == (0,) and ring.state()["persisted"] == [0]
+    ring.put(2, params(2))
+    store.wait()
+    assert store.versions() == (0, 2) and store.base(2) is None, "whole, for what it would be told from is not there"
+    ring.persist(1)
+    store.wait()
+    assert all(bits(store.load(version, describe(params(0)))) == bits(weights(version)) for version in (0, 1, 2))

@@ -28,13 +28,12 @@ def anchor_table(foundation: Foundation, unit: Unit | None = None) -> tuple[str,
     config, snapshots, anchors = foundation.config, foundation.config.snapshots, foundation.anchor_bytes()
     unit = unit or Unit.of(anchors.host)
     whose = "learner's" if foundation.scorer_mesh is foundation.mesh else "scorer's"
-    versions = snapshots.kept_versions
     rows = [
         ("", unit.name),
         ("a learner's device, at all times", unit(anchors.held)),
         (f"a {whose} device, while versions are replayed", unit(anchors.replay)),
-        ("host of a process: the newest version, and those in work", unit(anchors.host - anchors.differences)),
-        (f"host of a process: differences of {versions} versions, at most", unit(anchors.differences)),
+        ("host memory of a process: whole versions, the newest and others", unit(anchors.host - anchors.differences)),
+        ("host memory of a process: differences between versions, at most", unit(anchors.differences)),
         (f"disk: what {config.steps} steps persist, at most", unit(anchors.disk)),
     ]
     if snapshots.publish_dtype is Precision.BFLOAT16:
@@ -42,7 +41,7 @@ def anchor_table(foundation: Foundation, unit: Unit | None = None) -> tuple[str,
         on_host = min(LIKELY_DIFFERENCE * anchors.most_differences, anchors.differences)
         on_disk = anchors.keyframes + LIKELY_DIFFERENCE * (anchors.disk - anchors.keyframes)
         rows += [(label, unit(on_host)), at_most, (label, unit(on_disk))]
-    return f"anchors: {snapshots.old_logprobs.value}", rows
+    return f"anchors: {snapshots.old_logprobs.value}, a ring of {snapshots.kept_versions}", rows
 
 
 def check_disk(foundation: Foundation) -> None:

@@ -63,6 +63,7 @@ def main(arguments: list[str]) -> int:
     together = distributed.ending_together(invocation, go_on_command(run_dir))
     with together, Display(config.steps, console) as display, stop.listening():
         note_changes(display, changes)
+        display.table(*anchor_table(foundation))
         Run(foundation, run_dir, display, stop=stop, order=order).train(resume=invocation.resume)
     return 0
 
@@ -141,7 +142,6 @@ class Run:
     def train(self, *, resume: bool = False) -> dict | None:
         """Trains, and writes and returns the summary; None when it was asked to stop."""
         self._display.phase(f"{self._config.environment.value}: run directory {self._run_dir}")
-        self._display.table(*anchor_table(self._foundation))
         self._make_sampler = self._foundation.sampler_factory()
         scorer = self._foundation.scorer()
         saved = self._checkpoints.latest() if resume else None

@@ -98,7 +98,7 @@ def anchor_bytes(
         replay=2 * device_bytes(scored_shapes) if ring.replays else 0,  # one that scores, and the next one that is on its way
         host=_whole_versions(ring) * each + differences,
         differences=differences,
-        most_differences=max(ring.capacity - 1, 1) * each,
+        most_differences=_most_differences(each, dataclasses.replace(ring, host_bytes=None)),
         disk=(keyframes + written_differences) * whole,
         keyframes=keyframes * whole,
     )

@@ -91,6 +91,7 @@ def follow(records: Sequence[bytes], source: np.ndarray, target: np.ndarray) -> 
         if witness not in header.witnesses:
             raise WrongBase("the delta is of two other versions of this array; give one of those it was made from")
         witness = header.witnesses[1 - header.witnesses.index(witness)]
+    # A single sparse record in place has nothing to gain from blocks: no copy warms the cache for it.
     if any(header.kind is not Kind.SPARSE for header in headers) or target is source and len(records) == 1:
         if target is not source:
             bits[...] = base

@@ -259,6 +259,7 @@ class Memory:
         self._shape, self._dtype = shape, np.dtype(dtype)
         self._nbytes = math.prod(shape) * self._dtype.itemsize
         self._block = np.empty(self._nbytes + _ALIGNMENT, np.uint8)
+        self._unused_count = sys.getrefcount(self._block)  # this object's reference, and what the call itself makes
 
     def view(self) -> np.ndarray:
         offset = -self._block.ctypes.data % _ALIGNMENT
@@ -266,7 +267,7 @@ class Memory:
 
     @property
     def is_unused(self) -> bool:
-        return sys.getrefcount(self._block) == 2  # this object's, and that of the call which counts them
+        return sys.getrefcount(self._block) == self._unused_count
 
 
 def owned(array: np.ndarray) -> np.ndarray:

@@ -104,12 +104,12 @@ class SnapshotStore:
     def wait(self) -> None:
         """Returns when the save under way, if there is one, is complete; raises what made it fail."""
         if self._saving is not None:
-            (version, future), self._saving = self._saving, None
-            try:
-                future.result()
-            except BaseException:
+            version, future = self._saving
+            error = future.exception()  # waits
+            self._saving = None
+            if error is not None:
                 self.failed.add(version)
-                raise
+                raise error
 
     def settled(self, version: int) -> bool:
         """Whether a version is completely written; waits if it is just being written."""
@@ -301,11 +301,12 @@ class SnapshotStore:
 
     def _intact(self, version: int) -> dict:
         """The manifest of a version whose every file is as it was written."""
-        written, now = self.files(version), self.files_now(version)
+        manifest, now = self._manifest(version), self.files_now(version)
+        written = manifest["files"]
         damaged = sorted(name for name in written.keys() | now.keys() if written.get(name) != now.get(name))
         if damaged:
             raise self._corrupt(version, f"is damaged: {', '.join(damaged)} changed, vanished or appeared since it was written")
-        return self._manifest(version)
+        return manifest
 
     def _manifest(self, version: int) -> dict:
         try:

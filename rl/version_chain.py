@@ -103,8 +103,10 @@ class VersionChain:
 
     def tidy(self, versions: Iterable[int]) -> None:
         """In the background: joins the steps over versions that are no longer wanted, or moves links to the store."""
-        job = self._join_steps if self._host_bytes is None else self._move_down
-        self._jobs.append(self._worker.submit(job, frozenset(versions)))
+        if self._host_bytes is None:
+            self._jobs.append(self._worker.submit(self._join_steps, frozenset(versions)))
+        else:  # what was written tells each version from the one before, wanted or not
+            self._jobs.append(self._worker.submit(self._move_down))
 
     def wait(self) -> None:
         """Until what happens in the background is done; raises what went wrong there."""
@@ -180,9 +182,8 @@ class VersionChain:
             # Meanwhile the oldest may have gone; and a newer one has not come, for that waits for this.
             self._links = [link for link in joined if any(link.older == old.older for old in self._links)]
 
-    def _move_down(self, versions: frozenset[int]) -> None:
+    def _move_down(self) -> None:
         """The oldest links leave the memory, as far as they are in the store, until the rest is within the budget."""
-        del versions  # what was written tells each version from the one before, wanted or not
         with self._lock:
             links, whole = list(self._links), self._newest[1].nbytes
         held = [link for link in links if link.delta is not None]

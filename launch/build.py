@@ -26,6 +26,7 @@ from rl.ledger import Ledger
 from rl.loop import Loop, Schedule
 from rl.metrics import MetricsWriter
 from rl.old_logprobs import OldLogprobSource, make_source
+from rl.reference import ReferencePolicy
 from rl.rollout import Rollouts
 from rl.rooms import Rooms
 from rl.sampler import Sampler
@@ -131,6 +132,7 @@ class Foundation:
             scored_shapes=published_shapes(self.model, self.scorer_mesh, snapshots.publish_dtype),
             ring=snapshots.ring,
             num_publishes=config.steps // config.loop.publish_every,
+            has_reference=config.objective.needs_reference,
         )
 
     def scorer(self, bucket: Bucket | None = None, *, mesh: jax.sharding.Mesh | None = None) -> Scorer:
@@ -168,7 +170,7 @@ class Foundation:
             self.model,
             self.mesh,
             optimizer=config.optimizer,
-            loss=config.loss,
+            objective=config.objective,
             step=config.step,
             publish_dtype=config.snapshots.publish_dtype,
             temperature=config.sampler.temperature,
@@ -232,6 +234,7 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
         max_staleness=options.max_staleness,
         publish_every=options.publish_every,
         stale_policy=options.stale_policy,
+        drop_uniform=config.objective.dynamic_sampling,
     )
     probe = ExactnessProbe(scorer, every=config.snapshots.exactness_every if source.exact else 0)
     rooms = Rooms(
@@ -242,6 +245,7 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
         rollouts=rollouts,
         admission=admission,
         source=source,
+        reference=ReferencePolicy(scorer, is_on=config.objective.needs_reference),
         probe=probe,
         decomposition=Decomposition(learner, source, ring, scorer, every=config.snapshots.decompose_every),
         ledger=Ledger(own / "ledger"),

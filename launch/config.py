@@ -3,6 +3,7 @@
 Every choice that reaches `rl/` is checked here, together, before anything is compiled or written.
 """
 
+import argparse
 import dataclasses
 import functools
 import importlib
@@ -28,9 +29,11 @@ from rl.environments import (
     ToyTextOptions,
     make,
 )
-from rl.learner import LossOptions, OptimizerOptions, StepOptions
+from rl.learner import OptimizerOptions, StepOptions
 from rl.loop import LoopOptions, RingFullPolicy
+from rl.objective import Objective
 from rl.old_logprobs import EwmaOptions, GonePolicy, Interpolation, SourceName
+from rl.presets import PRESETS
 from rl.sampler import Swap
 from rl.snapshots import check_capacity
 from rl.warmstart import WarmStartOptions
@@ -107,7 +110,7 @@ class Config:
     mesh: tyro.conf.OmitArgPrefixes[MeshOptions] = MeshOptions()
     warm_start: WarmStartOptions = WarmStartOptions()
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerOptions] = OptimizerOptions()
-    loss: tyro.conf.OmitArgPrefixes[LossOptions] = LossOptions()
+    objective: tyro.conf.OmitArgPrefixes[Objective] = Objective()
     step: tyro.conf.OmitArgPrefixes[StepOptions] = StepOptions()
     loop: tyro.conf.OmitArgPrefixes[LoopOptions] = LoopOptions()
     sampler: tyro.conf.OmitArgPrefixes[SamplerOptions] = SamplerOptions()
@@ -155,6 +158,9 @@ class Invocation(Config):
 Options = TypeVar("Options", bound=Config)
 
 
+OBJECTIVE = "--objective"
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run."""
 
@@ -186,10 +192,39 @@ def load_config(name: str) -> Config:
 
 
 def parse(arguments: Sequence[str], *, program: str, options_of: Callable[..., Options] = Invocation) -> tuple[str, Options]:
-    """`[CONFIG] [--option value ...]` to the config's name and what is asked for. Exits with a message on unknown options."""
+    """`[CONFIG] [--objective NAME] [--option value ...]` to the config's name and what is asked for.
+
+    Exits with a message on unknown options.
+
+    Raises:
+      ConfigError: there is no such config or objective.
+    """
     arguments = list(arguments)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "quickstart"
-    return name, parse_options(arguments, load_config(name), program=f"{program} {name}", options_of=options_of)
+    config = load_config(name)
+    objective, arguments = _take_objective(arguments)
+    if objective is not None:
+        config = dataclasses.replace(config, objective=load_objective(objective))
+    return name, parse_options(arguments, config, program=f"{program} {name}", options_of=options_of)
+
+
+def load_objective(name: str) -> Objective:
+    """The preset of that name.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"there is no objective {name!r}; wanted one of: {', '.join(PRESETS)}")
+    return PRESETS[name]()
+
+
+def _take_objective(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The value of `--objective`, and the other arguments: which options there are depends on it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(OBJECTIVE)
+    taken, others = parser.parse_known_args(arguments)
+    return taken.objective, others
 
 
 def parse_options(
@@ -205,8 +240,10 @@ def parse_options(
         default=default,
         args=arguments,
         prog=program,
-        description=f"Configs: {', '.join(config_names())} (the first argument; default quickstart).",
-        config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff),
+        description=f"Configs: {', '.join(config_names())} (the first argument; default quickstart).\n\n"
+        f"Objectives ({OBJECTIVE} NAME, by default the config's own): {', '.join(PRESETS)}. An objective comes with options of "
+        f"its own, which are shown below: those of NAME with {OBJECTIVE} NAME --help.",
+        config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
     )
 
 
@@ -260,6 +297,7 @@ def check(config: Config) -> None:
     }.items():
         if value < minimum:
             raise ConfigError(f"{option} is {value}, wanted at least {minimum}")
+    config.objective.check()
     _check_source(config)
 
 

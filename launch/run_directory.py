@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -10,9 +11,10 @@ import subprocess
 from importlib import metadata
 
 import cattrs.preconf.json
+from cattrs.strategies import configure_tagged_union
 
 from launch.config import Config, ConfigError
-from rl import processes
+from rl import processes, surrogates
 
 CONFIG, SUMMARY, METRICS = "config.json", "summary.json", "metrics.jsonl"
 PACKAGES = (
@@ -36,6 +38,11 @@ def _converter() -> cattrs.Converter:
     converter = cattrs.preconf.json.make_converter(forbid_extra_keys=True)
     converter.register_unstructure_hook(pathlib.Path, str)
     converter.register_structure_hook(pathlib.Path, lambda value, _: pathlib.Path(value))
+    # JSON has no infinity, and bounds may be infinite.
+    converter.register_unstructure_hook(float, lambda value: value if math.isfinite(value) else str(value))
+    converter.register_structure_hook(float, lambda value, _: float(value))
+    for union in (surrogates.Gate, surrogates.Coefficient, surrogates.Surrogate):  # the inner ones first
+        configure_tagged_union(union, converter)
     return converter
 
 

@@ -40,25 +40,27 @@ def pad_rows(rows: Sequence[np.ndarray], length: int, *, fill, num_rows: int | N
     return padded
 
 
-def batch_shapes(num_rows: int, length: int, sharding: jax.sharding.Sharding) -> Batch:
+def batch_shapes(num_rows: int, length: int, sharding: jax.sharding.Sharding, *, has_reference: bool = False) -> Batch:
     """What `make_batch` makes, as `jax.ShapeDtypeStruct` [num_rows, length], once it lies on devices."""
     def tokens(dtype):
         return jax.ShapeDtypeStruct((num_rows, length), dtype, sharding=sharding)
 
     return Batch(tokens=tokens(np.int32), valid=tokens(bool), loss_mask=tokens(bool), sampler_logprobs=tokens(np.float32),
-                 proximal_logprobs=tokens(np.float32), advantages=tokens(np.float32), policy_versions=tokens(np.int32))
+                 proximal_logprobs=tokens(np.float32), advantages=tokens(np.float32), policy_versions=tokens(np.int32),
+                 reference_logprobs=tokens(np.float32) if has_reference else None)
 
 
-def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequence[np.ndarray], advantages: np.ndarray,
-               num_rows: int, length: int) -> Batch:
+def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequence[np.ndarray], advantages: Sequence[np.ndarray],
+               num_rows: int, length: int, reference_logprobs: Sequence[np.ndarray] | None = None) -> Batch:
     """One learner step's rows, in numpy.
 
     Args:
       trajectories: at most B of them; rows that are missing are empty: the batch keeps its shape when a group lost a member.
       proximal_logprobs: float32, one array a trajectory, of its length.
-      advantages: float32, one a trajectory, given to each trained token of its row.
+      advantages: float32, one array a trajectory, of its length; 0 at tokens that are not trained.
       num_rows: B.
       length: T, a bucket that holds the longest.
+      reference_logprobs: as the proximal ones, where the objective wants them.
 
     Returns:
       A `Batch` of [B, T] arrays.
@@ -70,13 +72,16 @@ def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequenc
     if len(trajectories) > num_rows or longest > length:
         raise ValueError(f"{len(trajectories)} trajectories of up to {longest} tokens do not fit a batch of {num_rows} rows of "
                          f"{length} tokens; use a larger bucket")
-    for trajectory, row in zip(trajectories, proximal_logprobs, strict=True):
-        if len(row) != len(trajectory):
-            raise ValueError(f"trajectory {trajectory.request_id} has {len(trajectory)} tokens and {len(row)} proximal logprobs; "
-                             "the source must give one a token")
+    for trajectory, row, values in zip(trajectories, proximal_logprobs, advantages, strict=True):
+        if not len(row) == len(values) == len(trajectory):
+            raise ValueError(f"trajectory {trajectory.request_id} has {len(trajectory)} tokens, {len(row)} proximal logprobs and "
+                             f"{len(values)} advantages; give one a token")
         if not np.all(np.isfinite(row[trajectory.loss_mask])):
             raise ValueError(f"trajectory {trajectory.request_id}: a trained token has no finite proximal logprob; "
                              "the source must anchor every trained token")
+
+    def in_float32(rows):
+        return [np.asarray(row, np.float32) for row in rows]
 
     def pad(rows, fill):
         return pad_rows(rows, length, fill=fill, num_rows=num_rows)
@@ -86,7 +91,7 @@ def make_batch(trajectories: Sequence[Trajectory], *, proximal_logprobs: Sequenc
         valid=pad([np.ones(len(t), bool) for t in trajectories], False),
         loss_mask=pad([t.loss_mask for t in trajectories], False),
         sampler_logprobs=pad([t.sampler_logprobs for t in trajectories], 0.0),
-        proximal_logprobs=pad([np.asarray(row, np.float32) for row in proximal_logprobs], 0.0),
-        advantages=pad([np.where(t.loss_mask, np.float32(advantage), np.float32(0))
-                        for t, advantage in zip(trajectories, advantages, strict=True)], 0.0),
-        policy_versions=pad([t.policy_versions for t in trajectories], NO_POLICY))
+        proximal_logprobs=pad(in_float32(proximal_logprobs), 0.0),
+        advantages=pad(in_float32(advantages), 0.0),
+        policy_versions=pad([t.policy_versions for t in trajectories], NO_POLICY),
+        reference_logprobs=None if reference_logprobs is None else pad(in_float32(reference_logprobs), 0.0))

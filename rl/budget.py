@@ -60,7 +60,7 @@ class RingOptions:
 class AnchorBytes:
     """What anchors, and their comparison with the exact ones, cost a run in memory beside its newest and its sampler's policy."""
 
-    held: int  # on each device of the learner, at all times
+    held: int  # on each device of the learner, at all times; the reference policy included, where there is one
     replay: int  # on each device that scores, while it does
     host: int  # on the process that holds most: whole versions, and at most these differences
     differences: int  # of that, differences: as many bytes if all weights differed in all versions, or their budget
@@ -74,7 +74,13 @@ LIKELY_DIFFERENCE = 0.05
 
 
 def anchor_bytes(
-    source: SourceName, shapes: Params, *, scored_shapes: Params, ring: RingOptions, num_publishes: int
+    source: SourceName,
+    shapes: Params,
+    *,
+    scored_shapes: Params,
+    ring: RingOptions,
+    num_publishes: int,
+    has_reference: bool = False,
 ) -> AnchorBytes:
     """The bytes of a source, tier by tier.
 
@@ -84,6 +90,7 @@ def anchor_bytes(
       scored_shapes: the same on the mesh that scores; it is another one for a dedicated scorer.
       ring: where versions are got from, by the source, or to compare it with the exact old logprobs.
       num_publishes: of the whole run.
+      has_reference: whether the policy that the run starts with is kept, for a KL penalty.
     """
     published, whole = device_bytes(shapes), sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     held = {
@@ -94,7 +101,7 @@ def anchor_bytes(
     differences, keyframes = _most_differences(each, ring), num_keyframes(num_publishes, ring)
     written_differences = num_publishes if ring.persist_every == 1 else 0
     return AnchorBytes(
-        held=held.get(source, 0),
+        held=held.get(source, 0) + has_reference * published,
         replay=2 * device_bytes(scored_shapes) if ring.replays else 0,  # one that scores, and the next one that is on its way
         host=_whole_versions(ring) * each + differences,
         differences=differences,

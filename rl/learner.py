@@ -22,9 +22,10 @@ from models.sharding import batch_sharding, check_rows, num_batch_shards, parame
 from models.transformer import Model, Params
 from rl import processes
 from rl.batching import batch_shapes
-from rl.corrections import Discrepancy
 from rl.logprobs import score
-from rl.losses import Denominator, Metrics, combine_metrics, decoupled_ppo_terms, finalize_metrics, row_weights
+from rl.loss_metrics import Metrics, combine_metrics, finalize_metrics
+from rl.losses import LossInputs, MinibatchStatistics, denominator_weights, loss_terms, minibatch_statistics
+from rl.objective import Objective
 from rl.types import Batch
 
 AnchorFunction = Callable[..., jax.Array]
@@ -55,27 +56,6 @@ class OptimizerOptions:
             schedule = optax.join_schedules([warmup, schedule], [self.warmup_updates])
         return optax.chain(optax.clip_by_global_norm(self.max_gradient_norm),
                            optax.adamw(schedule, self.adam_b1, self.adam_b2, self.adam_epsilon, weight_decay=self.weight_decay))
-
-
-@dataclasses.dataclass(frozen=True)
-class LossOptions:
-    """The arguments of `losses.decoupled_ppo_loss`, and its denominator."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    discrepancy: Discrepancy = Discrepancy.MASK
-    discrepancy_bound: float = 2.0
-    weight_cap: float = 2.0
-    entropy_coefficient: float = 0.0
-    denominator: Denominator = Denominator.TOKENS
-    denominator_constant: float | None = None
-
-    @property
-    def arguments(self) -> dict:
-        """Those that the loss takes."""
-        fields = dataclasses.asdict(self)
-        return {name: value for name, value in fields.items() if not name.startswith("denominator")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,34 +128,53 @@ def state_shardings(model: Model, mesh: jax.sharding.Mesh, optimizer: optax.Grad
     return LearnerState(params=parameters, optimizer=moments)
 
 
-def make_update(loss: Callable, optimizer: optax.GradientTransformation, *, num_microbatches: int, num_shards: int) -> Callable:
+@dataclasses.dataclass(frozen=True)
+class Microbatches:
+    """How the rows of a minibatch are divided: each microbatch takes its rows from every shard, so no row changes its device."""
+
+    number: int
+    num_shards: int
+
+    def split(self, rows):
+        """[B, ...] to [microbatches, b, ...], for every array of a tree."""
+        def of(array: jax.Array) -> jax.Array:
+            shape = (self.num_shards, self.number, array.shape[0] // (self.num_shards * self.number), *array.shape[1:])
+            return array.reshape(shape).swapaxes(0, 1).reshape(self.number, -1, *array.shape[1:])
+
+        return jax.tree.map(of, rows)
+
+    def join(self, rows):
+        """The inverse of `split`."""
+        def of(array: jax.Array) -> jax.Array:
+            shape = (self.number, self.num_shards, -1, *array.shape[2:])
+            return array.reshape(shape).swapaxes(0, 1).reshape(-1, *array.shape[2:])
+
+        return jax.tree.map(of, rows)
+
+
+def make_update(loss: Callable, optimizer: optax.GradientTransformation, microbatches: Microbatches, *,
+                prepare: Callable = lambda params, minibatch: (minibatch, None)) -> Callable:
     """(state, minibatch) to (state, loss, sums, gradient norm, rows), for any tree of [B, ...] arrays as minibatch.
 
-    `loss(params, microbatch)` returns its share of the minibatch's loss, and (sums for `losses.combine_metrics`, a tree of arrays
-    [b, ...] with the microbatch's rows); `rows` are those of the whole minibatch, in its order.
+    `prepare(params, minibatch)` sees all rows and returns (a tree of [B, ...] arrays to be divided, what each microbatch needs to
+    know). `loss(params, microbatch, known)` returns its share of the minibatch's loss, and (sums for `combine_metrics`, a tree of
+    arrays [b, ...] with the microbatch's rows); `rows` are those of the whole minibatch, in its order.
     """
-    def split(array: jax.Array) -> jax.Array:
-        # Each microbatch takes its rows from every shard, so no row changes its device.
-        shape = (num_shards, num_microbatches, array.shape[0] // (num_shards * num_microbatches), *array.shape[1:])
-        return array.reshape(shape).swapaxes(0, 1).reshape(num_microbatches, -1, *array.shape[1:])
-
-    def join(array: jax.Array) -> jax.Array:
-        """The inverse of `split`."""
-        return array.reshape(num_microbatches, num_shards, -1, *array.shape[2:]).swapaxes(0, 1).reshape(-1, *array.shape[2:])
-
     def update(state: LearnerState, minibatch):
+        minibatch, known = prepare(state.params, minibatch)
+
         def accumulate(gradients, microbatch):
-            (share, (sums, rows)), new = jax.value_and_grad(loss, has_aux=True)(state.params, microbatch)
+            (share, (sums, rows)), new = jax.value_and_grad(loss, has_aux=True)(state.params, microbatch, known)
             return jax.tree.map(jnp.add, gradients, new), (share, sums, rows)
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
-        gradients, (shares, stacked, rows) = jax.lax.scan(accumulate, zeros, jax.tree.map(split, minibatch))
-        parts = [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(num_microbatches)]
+        gradients, (shares, stacked, rows) = jax.lax.scan(accumulate, zeros, microbatches.split(minibatch))
+        parts = [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(microbatches.number)]
         sums = functools.reduce(combine_metrics, parts)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an int count
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         state = LearnerState(params=optax.apply_updates(state.params, updates), optimizer=optimizer_state)
-        return state, jnp.sum(shares), sums, optax.tree.norm(gradients), jax.tree.map(join, rows)
+        return state, jnp.sum(shares), sums, optax.tree.norm(gradients), microbatches.join(rows)
 
     return update
 
@@ -186,17 +185,19 @@ class Learner:
     Args:
       model: the decoder's structure.
       mesh: of axes data, fsdp and tensor.
-      optimizer, loss, step: the options above.
+      optimizer, step: the options above.
+      objective: what is maximised.
       publish_dtype: what the policy is rounded to.
       temperature: that of sampling.
       anchor: an old-logprob source that acts inside the step, in place of the batch's proximal logprobs.
       seed: of the order of rows in minibatches.
     """
 
-    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, optimizer: OptimizerOptions, loss: LossOptions,
+    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, optimizer: OptimizerOptions, objective: Objective,
                  step: StepOptions, publish_dtype: Precision, temperature: float, anchor: AnchorFunction | None = None,
                  seed: int = 0):
-        self._mesh, self._loss_options, self._step_options, self._seed = mesh, loss, step, seed
+        objective.check()
+        self._mesh, self.objective, self._step_options, self._seed = mesh, objective, step, seed
         self._rows = batch_sharding(mesh)
         self._model = dataclasses.replace(model, remat=step.remat, activation_sharding=self._rows)
         self._temperature, self._anchor, self._publish_dtype = temperature, anchor, publish_dtype
@@ -204,10 +205,9 @@ class Learner:
         whole = replicated(mesh)
         self.shardings = state_shardings(model, mesh, self._optimizer)
         self.state_shapes = placed(jax.eval_shape(self._fresh, model.shapes), self.shardings)
-        update = make_update(self._loss, self._optimizer, num_microbatches=step.microbatches, num_shards=num_batch_shards(mesh))
+        self._microbatches = Microbatches(step.microbatches, num_batch_shards(mesh))
+        update = make_update(self._loss, self._optimizer, self._microbatches, prepare=self._prepare)
         self._update = jax.jit(update, donate_argnums=0, out_shardings=(self.shardings, whole, whole, whole, self._rows))
-        weights = functools.partial(row_weights, denominator=loss.denominator, constant=loss.denominator_constant)
-        self._row_weights = jax.jit(weights, out_shardings=self._rows)
         self.published_shapes = published_shapes(model, mesh, publish_dtype)
         self._publish = jax.jit(functools.partial(publish_cast, precision=publish_dtype), out_shardings=self.shardings.params)
         self._start = jax.jit(self._fresh, out_shardings=self.shardings)
@@ -249,9 +249,7 @@ class Learner:
                 minibatch = jax.tree.map(lambda array, rows=rows: np.asarray(array)[rows], batch)
                 minibatch, versions = processes.from_rows((minibatch, np.full(len(rows), version, np.int32)), self._rows)
                 with jax.transfer_guard("disallow"):
-                    weights = self._row_weights(minibatch.loss_mask)
-                    self.train_state, loss, sums, norm, logprobs = self._update(
-                        self.train_state, (minibatch, weights, versions))
+                    self.train_state, loss, sums, norm, logprobs = self._update(self.train_state, (minibatch, versions))
                 updates.append((loss, sums, norm))
                 if before_update is not None:
                     forwards.append(Forward(rows, processes.own_rows(logprobs)))
@@ -264,11 +262,9 @@ class Learner:
 
     def lower_update(self, rows: int, length: int) -> jax.stages.Lowered:
         """The program of an optimizer step on a minibatch of [rows, length], for whoever wants to know it before it runs."""
-        def per_row(dtype):
-            return jax.ShapeDtypeStruct((rows,), dtype, sharding=self._rows)
-
-        minibatch = (batch_shapes(rows, length, self._rows), per_row(jnp.float32), per_row(jnp.int32))
-        return self._update.lower(self.state_shapes, minibatch)
+        batch = batch_shapes(rows, length, self._rows, has_reference=self.objective.needs_reference)
+        versions = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=self._rows)
+        return self._update.lower(self.state_shapes, (batch, versions))
 
     def state(self) -> dict:
         """Master weights and moments as numpy arrays in a fixed order, and the step count.
@@ -297,17 +293,31 @@ class Learner:
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
         return LearnerState(params=params, optimizer=self._optimizer.init(params))
 
-    def _loss(self, params: Params, microbatch) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
-        batch, weights, versions = microbatch
+    def _inputs(self, params: Params, batch: Batch, versions: jax.Array) -> LossInputs:
+        """The forward of some rows, and what the loss takes beside it."""
         policy = policy_parameters(params, self._publish_dtype)
         logprobs, entropy = score(self._model, policy, batch.tokens, batch.valid, temperature=self._temperature)
         proximal = batch.proximal_logprobs
         if self._anchor is not None:
             proximal = self._anchor(jax.lax.stop_gradient(logprobs), batch.sampler_logprobs, batch.policy_versions,
                                     versions[:, None])
-        share, sums = decoupled_ppo_terms(logprobs, proximal, batch.sampler_logprobs, batch.advantages, batch.loss_mask,
-                                          weights=weights, entropy=entropy, **self._loss_options.arguments)
-        return share, (sums, logprobs)
+        return LossInputs(logprobs, proximal, batch.sampler_logprobs, batch.advantages, batch.loss_mask, entropy,
+                          batch.reference_logprobs)
+
+    def _prepare(self, params: Params, minibatch) -> tuple[tuple, MinibatchStatistics | None]:
+        """Weights by the denominator; and what a token depends on beyond its row, which takes a forward of its own."""
+        statistics = None
+        if self.objective.needs_batch:
+            inputs = jax.lax.map(lambda part: self._inputs(params, *part), self._microbatches.split(minibatch))
+            statistics = minibatch_statistics(self.objective, self._microbatches.join(inputs))
+        weights = denominator_weights(self.objective, minibatch[0].loss_mask, statistics, longest=self._model.config.max_length)
+        return (*minibatch, weights), statistics
+
+    def _loss(self, params: Params, microbatch, statistics: MinibatchStatistics | None) -> tuple[jax.Array, tuple]:
+        batch, versions, weights = microbatch
+        inputs = self._inputs(params, batch, versions)
+        share, sums = loss_terms(self.objective, inputs, weights=weights, statistics=statistics)
+        return share, (sums, inputs.logprobs)
 
 
 def check_batch_rows(rows: int, options: StepOptions, mesh: jax.sharding.Mesh) -> None:

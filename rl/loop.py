@@ -25,7 +25,6 @@ import numpy as np
 from models.transformer import Params
 from rl import processes
 from rl.admission import DropReason, StalePolicy
-from rl.advantages import AdvantageEstimator
 from rl.environments import Fault
 from rl.exactness import ExactnessProbe
 from rl.metrics import combine
@@ -69,7 +68,6 @@ class LoopOptions:
     decode_steps: int = 4  # decode steps between two learner steps, in lockstep
     stale_policy: StalePolicy = StalePolicy.DROP
     ring_full: RingFullPolicy = RingFullPolicy.SKIP_PUBLISH
-    advantages: AdvantageEstimator = AdvantageEstimator.GROUP_RELATIVE
 
 
 class Loop:
@@ -103,7 +101,7 @@ class Loop:
         self._failures = dict.fromkeys(Fault, 0)  # of environments
         self._last_failure: str | None = None
         self._wants_room = False  # the ring was full, and the policy is to drop the stalest groups
-        self._training = Training(rooms, options.advantages, num_rows=self._num_groups * options.group_size, lengths=lengths)
+        self._training = Training(rooms, num_rows=self._num_groups * options.group_size, lengths=lengths)
         self._seconds = dict.fromkeys(STAGES, 0.0)
         self._recorded = time.perf_counter()  # the last row of metrics
         self.half_written = ""  # snapshots that a stopped run left behind, by name; cleaned away when it is resumed
@@ -115,6 +113,7 @@ class Loop:
         """Gives the learner its weights and publishes them as version 0: the first token is sampled by what will be trained."""
         self._rooms.learner.start(params)
         self.live = self._rooms.learner.published()
+        self._rooms.reference.hold(self.live)
         self._news = self.own_live()
         self._put(0, self.live)
         self._serve()
@@ -409,7 +408,8 @@ class Loop:
         self._training.settle_probe()
         ring = rooms.ring.state()
         source = rooms.source.state()
-        shared = {"learner": rooms.learner.state(), "snapshots": ring.pop("params"), "source": source["shared"]}
+        shared = {"learner": rooms.learner.state(), "snapshots": ring.pop("params"), "source": source["shared"],
+                  "reference": rooms.reference.state()}  # fmt: skip
         if processes.num_processes() == 1:  # among what is stored array by array
             shared["chain"] = ring.pop("chain")
         own = {
@@ -447,6 +447,7 @@ class Loop:
             room.restore(state[name])
         self.live = self._sampling = rooms.ring.get(self.version)
         rooms.source.restore({"shared": shared["source"], "own": state["source"]}, self.live)
+        rooms.reference.restore(shared["reference"], rooms.learner.published_shapes)
         rooms.sampler.restore(state["sampler"], self.own_live())
         rooms.rollouts.restore(state["rollouts"])
 

@@ -56,6 +56,11 @@ def gather_bytes(content: bytes) -> list[bytes]:
     return [row[:size].tobytes() for row, size in zip(gather(padded), sizes, strict=True)]
 
 
+def total(sums: np.ndarray) -> np.ndarray:
+    """Adds float64 sums [n] over the processes, in their order and without rounding them to what devices compute with."""
+    return np.sum([np.frombuffer(content, np.float64) for content in gather_bytes(np.float64(sums).tobytes())], axis=0)
+
+
 def first_does(function: Callable[[], str]) -> str:
     """What the function returns in the first process, which alone calls it; the others wait.
 

@@ -10,6 +10,7 @@ from rl.learner import Learner
 from rl.ledger import Ledger
 from rl.metrics import MetricsWriter
 from rl.old_logprobs import OldLogprobSource
+from rl.reference import ReferencePolicy
 from rl.rollout import Rollouts
 from rl.sampler import Sampler
 from rl.snapshot_store import SnapshotStore
@@ -28,6 +29,7 @@ class Rooms:
     rollouts: Rollouts
     admission: Admission
     source: OldLogprobSource
+    reference: ReferencePolicy
     probe: ExactnessProbe
     decomposition: Decomposition
     ledger: Ledger

@@ -13,7 +13,7 @@ import numpy as np
 
 from models.transformer import Params
 from rl import processes
-from rl.advantages import AdvantageEstimator, group_advantages
+from rl.advantages import overlong_penalty, token_advantages
 from rl.batching import bucket_length, make_batch
 from rl.ledger import ScoredTrajectory
 from rl.metrics import batch_metrics, staleness_metrics
@@ -31,13 +31,12 @@ class Training:
 
     Args:
       rooms: the learner, and what anchors, checks and records its batches.
-      estimator: of advantages.
       num_rows: of this process's share of a batch.
       lengths: length buckets of the batch.
     """
 
-    def __init__(self, rooms: Rooms, estimator: AdvantageEstimator, *, num_rows: int, lengths: tuple[int, ...]):
-        self._rooms, self._estimator, self._num_rows, self._lengths = rooms, estimator, num_rows, lengths
+    def __init__(self, rooms: Rooms, *, num_rows: int, lengths: tuple[int, ...]):
+        self._rooms, self._num_rows, self._lengths = rooms, num_rows, lengths
         self._superseded: list[tuple[int, Params, list[Trajectory]]] = []  # versions to be scored live, and what holds them
         self._forgotten: list[Trajectory] = []  # will never be trained
 
@@ -57,7 +56,7 @@ class Training:
             self._rooms.probe.forget([self._forgotten.pop(0)])
 
     def assemble(self, trajectories: list[Trajectory], step: int, version: int, live: Params) -> tuple[Batch, dict]:
-        """From trajectories to a batch: anchors by the source, rows in the ledger, advantages by group.
+        """From trajectories to a batch: anchors by the source, rows in the ledger, advantages as the objective has them.
 
         Args:
           trajectories: group by group.
@@ -77,21 +76,35 @@ class Training:
             rooms.decomposition.begin(anchored, version, live)
         self._write_ledger(anchored, step, version)
         facts = {**batch_metrics(anchored.trajectories), **staleness_metrics(anchored.trajectories, version)}
-        has_reward = np.asarray([trajectory.reward is not None for trajectory in trajectories])
-        advantages = group_advantages(
-            np.asarray([trajectory.reward or 0.0 for trajectory in trajectories], np.float64),
-            np.asarray([trajectory.group_id for trajectory in trajectories]),
-            has_reward,
-            estimator=self._estimator,
+        advantages = token_advantages(
+            anchored.trajectories,
+            rooms.learner.objective.advantage,
+            total=processes.total,
+            rewards=self._rewards(anchored.trajectories),
         )
         batch = make_batch(
             anchored.trajectories,
             proximal_logprobs=anchored.proximal_logprobs,
             advantages=advantages,
+            reference_logprobs=rooms.reference.score(anchored.trajectories),
             num_rows=self._num_rows,
             length=bucket_length(int(processes.gather(max(map(len, trajectories))).max()), self._lengths),
         )
         return batch, facts
+
+    def _rewards(self, trajectories: list[Trajectory]) -> np.ndarray:
+        """Float64 [B], less what the objective takes off long episodes; any number where there is no reward."""
+        rewards = np.asarray([trajectory.reward or 0.0 for trajectory in trajectories], np.float64)
+        objective, longest = self._rooms.learner.objective, self._lengths[-1]
+        if not objective.overlong_fraction:
+            return rewards
+        buffer = max(round(objective.overlong_fraction * longest), 1)
+        return rewards + overlong_penalty(
+            np.asarray([len(trajectory) for trajectory in trajectories]),
+            max_length=longest,
+            buffer=buffer,
+            penalty=objective.overlong_penalty,
+        )
 
     def _write_ledger(self, anchored: Anchored, step: int, version: int) -> None:
         scored = [

@@ -119,3 +119,4 @@ class Batch:
     proximal_logprobs: jax.Array  # float32 nats: the anchor, from an old-logprob source
     advantages: jax.Array  # float32
     policy_versions: jax.Array  # int32
+    reference_logprobs: jax.Array | None = None  # float32 nats: the policy that a KL penalty holds on to, where there is one

@@ -16,7 +16,7 @@ from models.transformer import Model, Params
 from rl import processes
 from rl.batching import bucket_length, pad_rows
 from rl.environments import Environment
-from rl.learner import LearnerState, OptimizerOptions, make_update, state_shardings
+from rl.learner import LearnerState, Microbatches, OptimizerOptions, make_update, state_shardings
 from rl.logprobs import score
 
 
@@ -96,12 +96,12 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
     optimizer = OptimizerOptions(learning_rate=options.learning_rate, warmup_updates=options.updates // 10,
                                  decay_updates=options.updates - options.updates // 10).make()
 
-    def imitation_loss(params, microbatch):
+    def imitation_loss(params, microbatch, _):
         rows, is_valid, mask, weights = microbatch
         logprobs = score(model, params, rows, is_valid, temperature=1.0).logprobs
         return -jnp.sum(jnp.where(mask, weights[:, None] * logprobs, 0.0)), ({}, ())
 
-    update = make_update(imitation_loss, optimizer, num_microbatches=options.microbatches, num_shards=num_batch_shards(mesh))
+    update = make_update(imitation_loss, optimizer, Microbatches(options.microbatches, num_batch_shards(mesh)))
     shardings = state_shardings(model, mesh, optimizer)
     whole = replicated(mesh)
     update = jax.jit(update, donate_argnums=0, out_shardings=(shardings, whole, whole, whole, whole))

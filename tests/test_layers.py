@@ -20,12 +20,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 LAYERS = {
     "types": ("types",),
-    "cores": ("logprobs", "advantages", "corrections", "losses", "batching", "delta", "delta_record", "sampling"),
+    "cores": (
+        "logprobs", "ratios", "advantages", "returns", "corrections", "surrogates", "denominators", "objective", "presets",
+        "loss_metrics", "losses", "effective_bounds", "batching", "delta", "delta_record", "sampling",
+    ),
     "shells": (
         "environments", "admission", "engine", "sampling_programs", "sampler", "rollout", "snapshots", "snapshot_store",
         "host_copy", "version_chain", "trainable",
-        "old_logprobs", "decomposition", "learner", "scorer", "exactness", "evaluation", "warmstart", "ledger", "auditing",
-        "budget", "checkpoint", "metrics", "timeline", "processes", "rooms", "training", "reporting",
+        "old_logprobs", "reference", "decomposition", "learner", "scorer", "exactness", "evaluation", "warmstart", "ledger",
+        "auditing", "budget", "checkpoint", "metrics", "timeline", "processes", "rooms", "training", "reporting",
     ),
     "loop": ("loop", "threads"),
 }  # fmt: skip

@@ -71,8 +71,8 @@ def tiny_rooms(run_dir: pathlib.Path, config: Config | None = None, *, devices: 
     scorer = _share(("scorer", foundation.model, devices, config.snapshots, config.sampler.sampler_devices), foundation.scorer)
     loop = build_loop(foundation, run_dir, sampler(), scorer)
     learner = loop._rooms.learner
-    programs = ("_update", "_row_weights", "_publish", "_start", "_copy")
-    options = (config.optimizer, config.loss, config.step, loop.source.inside)
+    programs = ("_update", "_publish", "_start", "_copy")
+    options = (config.optimizer, config.objective, config.step, loop.source.inside)
     key = ("learner", foundation.model, devices, *options, precision)
     learner.__dict__.update(_share(key, lambda: {name: learner.__dict__[name] for name in programs}))
     return loop

@@ -4,8 +4,9 @@ from launch.config import Config, SamplerOptions, SnapshotOptions
 from models.config import ModelConfig, Precision
 from models.tokenizer import ByteTokenizer
 from rl.environments import FrozenLakeOptions
-from rl.learner import LossOptions, OptimizerOptions, StepOptions
+from rl.learner import OptimizerOptions, StepOptions
 from rl.loop import LoopOptions
+from rl.objective import Objective
 from rl.warmstart import WarmStartOptions
 
 MAX_TURNS = 5
@@ -30,7 +31,7 @@ def small_config() -> Config:
         frozen_lake=FrozenLakeOptions(max_turns=MAX_TURNS),
         warm_start=WarmStartOptions(updates=0),
         optimizer=OptimizerOptions(learning_rate=3e-3),
-        loss=LossOptions(entropy_coefficient=0.01),
+        objective=Objective(entropy_coefficient=0.01),
         step=StepOptions(minibatches=1),
         loop=LoopOptions(
             groups_per_step=groups_per_step, group_size=group_size, max_staleness=2 * BATCHES_UNDER_WAY, decode_steps=1

@@ -24,9 +24,9 @@ from launch.config import ConfigError
 from launch.display import Display
 from models.config import ModelConfig, Precision
 from models.transformer import Model, Params
-from rl.corrections import Discrepancy
+from rl import presets
 from rl.host_copy import host_copy, params_digest
-from rl.learner import Learner, LossOptions, OptimizerOptions, StepOptions
+from rl.learner import Learner, OptimizerOptions, StepOptions
 from rl.snapshot_store import SnapshotStore
 from rl.snapshots import SnapshotRing
 from rl.types import Batch
@@ -98,7 +98,7 @@ class _Training:
             model,
             mesh,
             optimizer=OptimizerOptions(learning_rate=options.learning_rate),
-            loss=LossOptions(discrepancy=Discrepancy.NONE),
+            objective=presets.ppo(),
             step=StepOptions(),
             publish_dtype=options.publish_dtype,
             temperature=1.0,

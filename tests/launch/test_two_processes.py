@@ -15,7 +15,7 @@ import pytest
 
 from launch import audit, run_directory
 from launch.build import Foundation
-from rl.advantages import group_advantages
+from rl.advantages import token_advantages
 from rl.batching import make_batch
 from rl.learner import Learner
 from rl.ledger import read_step
@@ -74,15 +74,13 @@ def test_two_processes_train_like_one(straight):
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=1))
     foundation = Foundation.of(config)
     store = SnapshotStore(straight / "snapshots")
-    learner = Learner(foundation.model, foundation.mesh, optimizer=config.optimizer, loss=config.loss, step=config.step,
+    learner = Learner(foundation.model, foundation.mesh, optimizer=config.optimizer, objective=config.objective, step=config.step,
                       publish_dtype=config.snapshots.publish_dtype, temperature=config.sampler.temperature, seed=config.seed)
     learner.start(store.load(0, like=foundation.published_shapes))
     for step, row in enumerate(rows_of(straight), 1):
         batch = [trajectory for part in run_directory.parts(straight) for trajectory in trajectories(part, step)]
         assert len(batch) == len({trajectory.request_id for trajectory in batch}) == row["trajectories"] == 8
-        advantages = group_advantages(
-            np.asarray([trajectory.reward for trajectory in batch]), np.asarray([trajectory.group_id for trajectory in batch]),
-            np.ones(len(batch), bool), estimator=config.loop.advantages)
+        advantages = token_advantages(batch, config.objective.advantage)
         learner.step(
             make_batch(batch, proximal_logprobs=[trajectory.old_logprobs for trajectory in batch], advantages=advantages,
                        num_rows=8, length=config.model.max_length),

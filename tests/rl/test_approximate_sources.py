@@ -21,6 +21,7 @@ from rl.types import NO_POLICY, FinishReason, Trajectory
 from tests.tiny import assert_same_weights, rows_of, tiny_config, tiny_loop, tiny_rooms, without_times
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
+INPUTS = np.load(GOLDEN / "inputs.npz")
 
 
 def golden(name):
@@ -35,13 +36,19 @@ def anchor(form, sampler, current, versions, learner_version):
     return np.asarray(interpolate(*arrays, np.atleast_2d(np.asarray(versions, np.int32)), np.int32(learner_version), form=form))
 
 
-@pytest.mark.parametrize("case", golden("interpolation")[0], ids=lambda case: case["id"])
+@pytest.mark.parametrize("case", golden("losses/prox_approx")[0], ids=lambda case: case["id"])
 def test_areal_s_numbers(case):
-    arrays = golden("interpolation")[1]
-    sampler, current, versions = (arrays[f"{case['id']}/in/{name}"] for name in ("behave", "theta", "versions"))
-    for form, name in ((Interpolation.AREAL_LOGLINEAR, "loglinear"), (Interpolation.AREAL_LINEAR, "linear")):
-        found = anchor(form, sampler, current, versions, case["current_version"])
-        np.testing.assert_allclose(found, np.atleast_2d(arrays[f"{case['id']}/{name}"]), rtol=2e-6, atol=2e-6)
+    arrays, version, mask = golden("losses/prox_approx")[1], case["hyper"]["current_version"], True
+    if "dataset" in case:  # outside the mask of a data set the reference saw other values
+        names = ("rollout_logp", "logp", "versions", "mask")
+        sampler, current, versions, mask = (INPUTS[f"{case['dataset']}/{name}"] for name in names)
+    else:
+        sampler, current, versions = (arrays[f"{case['id']}/in/{name}"] for name in ("behave", "theta", "versions"))
+    names = {Interpolation.AREAL_LOGLINEAR: "loglinear", Interpolation.AREAL_LINEAR: "linear"}
+    expected = {form: arrays[f"{case['id']}/f32/{name}"] for form, name in names.items()}
+    for form, theirs in expected.items():
+        found = anchor(form, sampler, current, versions, version)
+        np.testing.assert_allclose(np.where(mask, found, 0), np.where(mask, np.atleast_2d(theirs), 0), rtol=2e-6, atol=2e-6)
 
 
 def test_numbers_by_hand():

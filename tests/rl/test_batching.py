@@ -71,20 +71,27 @@ def test_rows_are_padded_on_the_right_and_below_in_their_type():
 # --- batches ---
 
 
+def advantages_of(*lengths):
+    return [np.ones(length) for length in lengths]
+
+
+
 def test_a_batch_holds_each_trajectory_in_its_row():
     trajectories = [make_trajectory(3, 6), make_trajectory(5, 4)]
     anchors = [np.linspace(-1, -2, 6), np.linspace(-3, -4, 4)]
-    batch = make_batch(trajectories, proximal_logprobs=anchors, advantages=np.asarray([0.5, -2.0]), num_rows=3, length=8)
+    batch = make_batch(trajectories, proximal_logprobs=anchors, advantages=advantages_of(6, 4), reference_logprobs=anchors,
+                       num_rows=3, length=8)
     for name, array in batch.items():
         assert array.shape == (3, 8), name
     assert {name: array.dtype for name, array in batch.items()} == {
         "tokens": np.int32, "valid": bool, "loss_mask": bool, "sampler_logprobs": np.float32, "proximal_logprobs": np.float32,
-        "advantages": np.float32, "policy_versions": np.int32}
+        "advantages": np.float32, "policy_versions": np.int32, "reference_logprobs": np.float32}
     for row, (trajectory, anchor) in enumerate(zip(trajectories, anchors, strict=True)):
         length = len(trajectory)
         np.testing.assert_array_equal(batch.tokens[row, :length], trajectory.tokens)
         np.testing.assert_array_equal(batch.sampler_logprobs[row, :length], trajectory.sampler_logprobs)
         np.testing.assert_array_equal(batch.proximal_logprobs[row, :length], anchor.astype(np.float32))
+        np.testing.assert_array_equal(batch.reference_logprobs[row, :length], anchor.astype(np.float32))
         np.testing.assert_array_equal(batch.policy_versions[row, :length], trajectory.policy_versions)
         np.testing.assert_array_equal(batch.loss_mask[row, :length], trajectory.loss_mask)
         np.testing.assert_array_equal(batch.valid[row], np.arange(8) < length)
@@ -92,24 +99,26 @@ def test_a_batch_holds_each_trajectory_in_its_row():
     assert not np.any(batch.valid[2]) and not np.any(batch.loss_mask[2])
 
 
-def test_a_batch_is_known_beforehand():
-    batch = make_batch([make_trajectory(3, 6)], proximal_logprobs=[np.zeros(6)], advantages=np.ones(1), num_rows=2, length=8)
+@pytest.mark.parametrize("reference", [None, [np.zeros(6, np.float32)]])
+def test_a_batch_is_known_beforehand(reference):
+    batch = make_batch([make_trajectory(3, 6)], proximal_logprobs=[np.zeros(6)], advantages=advantages_of(6),
+                       reference_logprobs=reference, num_rows=2, length=8)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = batch_shapes(2, 8, sharding)
-    for name, array in batch.items():
-        assert (shapes[name].shape, shapes[name].dtype, shapes[name].sharding) == (array.shape, array.dtype, sharding), name
+    shapes = batch_shapes(2, 8, sharding, has_reference=reference is not None)
+    assert jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding), batch) == shapes
 
 
-def test_an_advantage_reaches_the_trained_tokens_of_its_row_only():
+def test_advantages_reach_the_tokens_of_their_row():
     batch = make_batch([make_trajectory(0, 6), make_trajectory(1, 4)], proximal_logprobs=[np.zeros(6), np.zeros(4)],
-                       advantages=np.asarray([0.5, -2.0]), num_rows=2, length=6)
-    np.testing.assert_array_equal(batch.advantages, [[0, 0, 0.5, 0.5, 0.5, 0.5], [0, 0, -2, -2, 0, 0]])
+                       advantages=[np.asarray([0, 0, 0.5, 0.25, 0.5, 0.5]), np.asarray([0, 0, -2, -2])], num_rows=2, length=6)
+    np.testing.assert_array_equal(batch.advantages, [[0, 0, 0.5, 0.25, 0.5, 0.5], [0, 0, -2, -2, 0, 0]])
 
 
 def test_what_is_missing_stays_missing():
     """A NaN in an anchor or a sampler logprob is not taken for 0."""
     trajectory = make_trajectory(0, 4)
-    batch = make_batch([trajectory], proximal_logprobs=[trajectory.sampler_logprobs], advantages=np.ones(1), num_rows=1, length=5)
+    batch = make_batch([trajectory], proximal_logprobs=[trajectory.sampler_logprobs], advantages=advantages_of(4), num_rows=1,
+                       length=5)
     for array in (batch.sampler_logprobs, batch.proximal_logprobs):
         np.testing.assert_array_equal(np.isnan(array[0]), [True, True, False, False, False])
 
@@ -117,17 +126,17 @@ def test_what_is_missing_stays_missing():
 @pytest.mark.parametrize(("num_rows", "length", "anchor_length", "message"), [
     (1, 8, 6, "2 trajectories of up to 6 tokens do not fit a batch of 1 rows of 8 tokens"),
     (2, 5, 6, "2 trajectories of up to 6 tokens do not fit a batch of 2 rows of 5 tokens"),
-    (2, 8, 5, "trajectory 7 has 6 tokens and 5 proximal logprobs"),
+    (2, 8, 5, "trajectory 7 has 6 tokens, 5 proximal logprobs and 6 advantages"),
 ])
 def test_what_does_not_fit_is_refused(num_rows, length, anchor_length, message):
     with pytest.raises(ValueError, match=message):
         make_batch([make_trajectory(7, 6), make_trajectory(1, 4)], proximal_logprobs=[np.zeros(anchor_length), np.zeros(4)],
-                   advantages=np.ones(2), num_rows=num_rows, length=length)
+                   advantages=advantages_of(6, 4), num_rows=num_rows, length=length)
 
 
 def test_every_trajectory_has_an_advantage_and_an_anchor():
     trajectories = [make_trajectory(0, 6), make_trajectory(1, 4)]
     with pytest.raises(ValueError, match="zip"):
-        make_batch(trajectories, proximal_logprobs=[np.zeros(6), np.zeros(4)], advantages=np.ones(1), num_rows=2, length=6)
+        make_batch(trajectories, proximal_logprobs=[np.zeros(6), np.zeros(4)], advantages=advantages_of(6), num_rows=2, length=6)
     with pytest.raises(ValueError, match="zip"):
-        make_batch(trajectories, proximal_logprobs=[np.zeros(6)], advantages=np.ones(2), num_rows=2, length=6)
+        make_batch(trajectories, proximal_logprobs=[np.zeros(6)], advantages=advantages_of(6, 4), num_rows=2, length=6)

@@ -13,17 +13,18 @@ from jax.sharding import Mesh, PartitionSpec
 from models.config import ModelConfig, Precision
 from models.sharding import MESH_AXES, ShardingError, parameter_shardings
 from models.transformer import Model
+from rl.corrections import CorrectionOptions
 from rl.learner import (
     Learner,
-    LossOptions,
     OptimizerOptions,
     StepOptions,
     check_batch_rows,
     policy_parameters,
     publish_cast,
 )
-from rl.losses import decoupled_ppo_terms
+from rl.objective import Objective
 from rl.scorer import Scorer
+from rl.surrogates import Clip
 from rl.types import Batch
 
 MODEL = Model(ModelConfig(vocab_size=16, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=2, head_dim=4,
@@ -31,7 +32,7 @@ MODEL = Model(ModelConfig(vocab_size=16, num_layers=1, d_model=16, d_ff=16, num_
 ROWS, LENGTH = 32, 8
 # A large epsilon makes the update proportional to the gradient: without it, Adam turns rounding into steps of full size.
 OPTIMIZER = OptimizerOptions(learning_rate=3e-2, adam_epsilon=1e-2, warmup_updates=2, max_gradient_norm=0.05)
-LOSS = LossOptions(clip_low=0.1, clip_high=0.1, entropy_coefficient=0.01, discrepancy_bound=8.0)
+OBJECTIVE = Objective(Clip(0.1, 0.1), correction=CorrectionOptions(discrepancy_bound=8.0), entropy_coefficient=0.01)
 STEP = StepOptions(minibatches=2, epochs=2)
 NUM_UPDATES = 4
 TEMPERATURE = 0.7
@@ -46,7 +47,7 @@ ONE_DEVICE = make_mesh(1, 1, 1)
 
 def make_learner(mesh: Mesh = ONE_DEVICE, **options) -> Learner:
     """Publishes float32 unless told otherwise: bfloat16 would turn a difference of 1e-8 into one of a rounding, now and then."""
-    defaults = {"optimizer": OPTIMIZER, "loss": LOSS, "step": STEP, "publish_dtype": Precision.FLOAT32}
+    defaults = {"optimizer": OPTIMIZER, "objective": OBJECTIVE, "step": STEP, "publish_dtype": Precision.FLOAT32}
     return Learner(MODEL, mesh, **{**defaults, **options}, temperature=TEMPERATURE)
 
 
@@ -143,7 +144,7 @@ def pad(batch: Batch, num_tokens: int) -> Batch:
     """Longer by tokens that do not exist, with NaN wherever there is one."""
     outside = {"tokens": 7, "valid": False, "loss_mask": False, "policy_versions": -1}
     return Batch(**{name: np.pad(array, ((0, 0), (0, num_tokens)), constant_values=outside.get(name, np.nan))
-                    for name, array in batch.items()})
+                    for name, array in batch.items() if array is not None})
 
 
 @pytest.mark.parametrize(("mesh_shape", "microbatches", "remat", "padding"),
@@ -191,7 +192,7 @@ def test_an_exact_anchor_has_ratio_one_at_first_and_not_again():
         assert run.updates[0][f"staleness_ratio_{extreme}"] == pytest.approx(1, abs=1e-5)
     assert run.updates[0]["clip_fraction"] == 0
     rows = np.random.default_rng((0, 0, 0)).permutation(ROWS)[:ROWS // 2]  # of seed 0, step 0, epoch 0
-    bonus = LOSS.entropy_coefficient * run.updates[0]["entropy"]
+    bonus = OBJECTIVE.entropy_coefficient * run.updates[0]["entropy"]
     assert run.updates[0]["loss"] == pytest.approx(-batch.advantages[rows][batch.loss_mask[rows]].mean() - bonus, abs=1e-5)
     assert run.updates[1]["staleness_ratio_max"] > 1 + 1e-3
     # The second epoch is no repetition of the first: its policy has moved.
@@ -349,12 +350,6 @@ def test_the_reported_norm_is_that_before_clipping():
     assert first["gradient_norm"] > 2 * OPTIMIZER.max_gradient_norm
 
 
-def test_loss_options_are_arguments_of_the_loss():
-    assert set(LossOptions().arguments) < set(decoupled_ppo_terms.__kwdefaults__ | {"clip_low": 0, "clip_high": 0})
-    assert set(LossOptions().arguments) == {field.name for field in dataclasses.fields(LossOptions)} - {
-        "denominator", "denominator_constant"}
-
-
 # --- state ---
 
 
@@ -421,5 +416,5 @@ def test_a_step_refuses_such_a_batch_before_it_does_anything():
 def test_a_model_that_does_not_divide_over_the_mesh_is_refused():
     odd = Model(dataclasses.replace(MODEL.config, d_model=12))
     with pytest.raises(ShardingError, match="'embed' has size 12"):
-        Learner(odd, make_mesh(1, 8, 1), optimizer=OPTIMIZER, loss=LOSS, step=STEP, publish_dtype=Precision.FLOAT32,
+        Learner(odd, make_mesh(1, 8, 1), optimizer=OPTIMIZER, objective=OBJECTIVE, step=STEP, publish_dtype=Precision.FLOAT32,
                 temperature=TEMPERATURE)

@@ -18,7 +18,7 @@ from rl.environments import Split
 from rl.learner import StepOptions
 from rl.logprobs import score
 from rl.loop import LoopOptions, RingFullPolicy, instance_seed
-from rl.losses import decoupled_ppo_loss
+from rl.losses import LossInputs, objective_loss
 from rl.old_logprobs import GonePolicy
 from tests.tiny import MAX_LENGTH, assert_same_weights, rows_of, tiny_config, tiny_loop, tiny_rooms, weights, without_times
 
@@ -176,8 +176,8 @@ def synchronous_reference(config, *, num_steps: int):
 
     def loss(params, tokens, valid, mask, sampler, proximal, advantages):
         logprobs, entropy = score(model, params, tokens, valid, temperature=1.0)
-        arguments = config.loss.arguments
-        return decoupled_ppo_loss(logprobs, proximal, sampler, advantages, mask, entropy=entropy, **arguments)[0]
+        inputs = LossInputs(logprobs, proximal, sampler, advantages, mask, entropy)
+        return objective_loss(config.objective, inputs)[0]
 
     @jax.jit
     def learn(params, optimizer_state, *batch):

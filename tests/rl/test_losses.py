@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl.corrections import Discrepancy
-from rl.losses import Denominator, combine_metrics, decoupled_ppo_loss, decoupled_ppo_terms, finalize_metrics, row_weights
+from rl.corrections import CorrectionOptions, Discrepancy
+from rl.denominators import CONSTANT_DENOMINATORS, Denominator, row_weights
+from rl.loss_metrics import combine_metrics, finalize_metrics
+from rl.losses import LossInputs, decoupled_ppo_loss, loss_terms
+from rl.objective import Objective
+from rl.surrogates import Clip
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 
@@ -82,10 +86,11 @@ def test_exact_anchor_by_hand():
     np.testing.assert_allclose(loss, 0.1621951, rtol=1e-5)  # (-1.2 + .8 + 1.048780) / 4: the dropped token is counted
     expected = {"tokens": 4, "clip_fraction": 0.75, "discrepancy_masked_fraction": 0.25, "active_fraction": 0.25}
     expected |= {"nonfinite_fraction": 0, "dual_clip_fraction": 0, "effective_sample_fraction": 0.75}
-    expected |= {"discrepancy_weight_mean": 1}
+    expected |= {"discrepancy_weight_mean": 1, "discrepancy_weight_max": 1, "kept_fraction": 0.75}
     for name, ratios in (("discrepancy", DISCREPANCY_RATIOS), ("staleness", STALENESS_RATIOS)):
         expected |= {f"{name}_kl": -np.log(ratios).mean(), f"{name}_kl_k3": (ratios - 1 - np.log(ratios)).mean()}
         expected |= {f"{name}_ratio_mean": ratios.mean(), f"{name}_ratio_max": ratios.max(), f"{name}_ratio_min": ratios.min()}
+        expected |= {f"{name}_log_ratio_max": np.log(ratios.max()), f"{name}_log_ratio_min": np.log(ratios.min())}
     assert set(metrics) == set(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
@@ -220,6 +225,7 @@ MASK = np.array([[0, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]], bool)
     [
         (Denominator.TOKENS, None, [1 / 4, 1 / 4, 1 / 4]),
         (Denominator.SEQUENCES, None, [1 / 6, 0, 1 / 2]),
+        (Denominator.SEQUENCE_SUMS, 3.0, [1 / 6, 1 / 6, 1 / 6]),
         (Denominator.CONSTANT, 12.0, [1 / 12, 1 / 12, 1 / 12]),
     ],
 )
@@ -241,23 +247,29 @@ def test_rejected_tokens_stay_in_the_denominator():
     np.testing.assert_allclose(metrics["discrepancy_masked_fraction"], 0.6, rtol=1e-6)
 
 
-@functools.partial(jax.jit, static_argnames="discrepancy")
-def evaluate_terms(logprobs, *others, **options):
-    return jax.value_and_grad(functools.partial(decoupled_ppo_terms, **options), has_aux=True)(logprobs, *others)
+BOTH = Objective(Clip(0.2, 0.2, 1.5), correction=CorrectionOptions(discrepancy=Discrepancy.BOTH), entropy_coefficient=0.1)
+
+
+@jax.jit
+def evaluate_terms(*arrays, weights):
+    def terms(logprobs):
+        return loss_terms(BOTH, LossInputs(logprobs, *arrays[1:]), weights=weights, statistics=None)
+
+    return jax.value_and_grad(terms, has_aux=True)(arrays[0])
 
 
 @pytest.mark.parametrize("denominator", Denominator)
 def test_microbatches_of_any_size_give_one_update(denominator):
     *batch, entropy = random_batch(5)
     options = {**CLIP, "dual_clip": 1.5, "discrepancy": Discrepancy.BOTH, "entropy_coefficient": 0.1}
-    constant = 30.0 if denominator is Denominator.CONSTANT else None
+    constant = 30.0 if denominator in CONSTANT_DENOMINATORS else None
     weights = np.asarray(row_weights(batch[-1], denominator=denominator, constant=constant))
     loss, metrics, gradient = gradient_of(batch, entropy=entropy, weights=weights, **options)
     for num_rows in (8, 2, 1):
         total, gradients, sums = 0.0, [], None
         for start in range(0, 8, num_rows):
-            *arrays, row_entropy, microbatch_weights = (array[start : start + num_rows] for array in (*batch, entropy, weights))
-            share = evaluate_terms(*arrays, entropy=row_entropy, weights=microbatch_weights, **options)
+            *arrays, microbatch_weights = (array[start : start + num_rows] for array in (*batch, entropy, weights))
+            share = evaluate_terms(*arrays, weights=microbatch_weights)
             (share_loss, share_sums), share_gradient = jax.device_get(share)
             total, sums = total + share_loss, share_sums if sums is None else combine_metrics(sums, share_sums)
             gradients.append(share_gradient)
@@ -271,10 +283,9 @@ def test_microbatches_of_any_size_give_one_update(denominator):
 
 
 def test_the_sums_of_an_empty_mask_are_neutral():
-    *batch, _ = random_batch(5)
-    arrays, mask, options = batch[:-1], batch[-1], {**CLIP, "discrepancy": Discrepancy.BOTH, "weights": np.ones(8, np.float32)}
-    (_, sums), _ = evaluate_terms(*arrays, mask, **options)
-    (_, nothing), _ = evaluate_terms(*arrays, np.zeros_like(mask), **options)
+    *arrays, mask, entropy = random_batch(5)
+    (_, sums), _ = evaluate_terms(*arrays, mask, entropy, weights=np.ones(8, np.float32))
+    (_, nothing), _ = evaluate_terms(*arrays, np.zeros_like(mask), entropy, weights=np.ones(8, np.float32))
     jax.tree.map(np.testing.assert_array_equal, combine_metrics(nothing, sums), sums)
 
 

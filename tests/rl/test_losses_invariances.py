@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from rl.corrections import Discrepancy
-from rl.losses import Denominator, clipped_objective, decoupled_ppo_loss, row_weights
+from rl.denominators import CONSTANT_DENOMINATORS, Denominator, row_weights
+from rl.losses import decoupled_ppo_loss
+from rl.surrogates import clipped_objective
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 UNBOUNDED = {"clip_low": 1.0, "clip_high": math.inf}
@@ -110,7 +112,7 @@ def test_padding_and_foreign_tokens_change_nothing(seed, denominator):
     garbage = np.random.default_rng(seed + 1).choice(np.float32([np.nan, np.inf, -np.inf, -1000.0, 80.0]), (5, *mask.shape))
     *wide, wide_entropy = (np.where(mask, array, garbage[i]) for i, array in enumerate((*arrays, entropy)))
     options = {"discrepancy": Discrepancy.BOTH, "entropy_coefficient": 0.1}
-    constant = 7.0 if denominator is Denominator.CONSTANT else None
+    constant = 7.0 if denominator in CONSTANT_DENOMINATORS else None
     weights, wide_weights = (row_weights(m, denominator=denominator, constant=constant) for m in (batch[-1], mask))
     loss, metrics, gradient = gradient_of(batch, entropy=entropy[:-1, 2:-2], weights=weights, **options)
     wide_loss, wide_metrics, wide_gradient = gradient_of((*wide, mask), entropy=wide_entropy, weights=wide_weights, **options)

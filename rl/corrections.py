@@ -162,7 +162,7 @@ def correct(
             kept &= jnp.square(log_ratio) <= statistics.largest_square
         if options.normalize_weights:
             weights = jnp.where(exists, divide(weights, statistics.weight_mean), 1)
-    return Correction(weights, kept & exists, log_ratio)
+    return Correction(weights, kept, log_ratio)
 
 
 def discrepancy(

@@ -71,15 +71,15 @@ def ppo_ewma() -> Objective:
 
 
 def tis() -> Objective:
-    """Truncated importance sampling on top of PPO, as verl, slime, NeMo and TRL have it: cap 2, by token.
+    """TIS: verl, slime, NeMo, TRL: the discrepancy ratio of a token, at most 2, weighs what PPO's clip leaves.
 
-    verl calls this its decoupled mode. The weight multiplies after the clip, which for a weight is the same as before it.
+    verl calls this its decoupled mode. After the clip or before it is the same for a weight, unless there is a dual clip.
     """
     return Objective(correction=_weighted(2.0))
 
 
 def sequence_mis() -> Objective:
-    """Masked importance sampling of whole sequences: verl's and slime's recipes for training and inference that disagree.
+    """MIS: verl, slime: masked importance sampling of whole sequences, where training and inference disagree.
 
     The weight is the product of a sequence's discrepancy ratios; sequences outside [1/2, 2] leave. Long sequences leave by chance
     alone: 1,000 tokens of a log ratio of 0.02 make a product that varies by a factor of two.
@@ -89,7 +89,10 @@ def sequence_mis() -> Objective:
 
 
 def geometric_mask() -> Objective:
-    """Rows leave whose geometric mean discrepancy ratio is outside [0.999, 1.001]: verl's "geo" rejection; NeMo goes to 1.002."""
+    """Geometric rejection: verl, NeMo: rows leave whose geometric mean discrepancy ratio is outside [0.999, 1.001].
+
+    NeMo goes to 1.002.
+    """
     return Objective(correction=CorrectionOptions(
         discrepancy_level=Level.GEOMETRIC, discrepancy_low=0.999, discrepancy_bound=1.001))  # fmt: skip
 
@@ -210,7 +213,7 @@ def kl_cov() -> Objective:
 
 
 def policy_gradient() -> Objective:
-    """The policy gradient of whatever was sampled, Williams 1992: no ratio, no correction, the group's mean as baseline."""
+    """REINFORCE: Williams 1992: the policy gradient of whatever was sampled, less the group's mean; no ratio at all."""
     return _plain(Reinforce(), advantage=_CENTERED)
 
 
@@ -284,7 +287,7 @@ def dppo_kl() -> Objective:
 
 
 def ipo() -> Objective:
-    """IPO of prime-rl: r A where |p - q| <= 0.1, q the sampler's, and 0.002 of log(ratio)^2 / 2 on all tokens."""
+    """IPO: prime-rl: r A where |p - q| <= 0.1, q the sampler's, and 0.002 of log(ratio)^2 / 2 on all tokens."""
     return _of_sampler(Importance(TotalVariation(0.1, 0.1, both_sides=True)), anchor_penalty=0.002)
 
 

@@ -20,27 +20,14 @@ import numpy as np
 import psutil
 from orbax.checkpoint import v1 as ocp
 
+from launch.benches._training import Training, check_shape
 from launch.config import ConfigError
 from launch.display import Display
-from models.config import ModelConfig, Precision
-from models.transformer import Model, Params
-from rl import presets
+from models.config import Precision
+from models.transformer import Params
 from rl.host_copy import host_copy, params_digest
-from rl.learner import Learner, OptimizerOptions, StepOptions
 from rl.snapshot_store import SnapshotStore
 from rl.snapshots import SnapshotRing
-from rl.types import Batch
-
-SHAPES = {
-    "smollm2_135m": ModelConfig(
-        vocab_size=49152, num_layers=30, d_model=576, d_ff=1536, num_heads=9, num_kv_heads=3, head_dim=64, max_length=2048
-    ),
-    "small_3m": ModelConfig(
-        vocab_size=4096, num_layers=4, d_model=192, d_ff=768, num_heads=4, num_kv_heads=2, head_dim=48, max_length=512
-    ),
-}
-
-WEIGHT_SCALE = 0.04
 
 T = TypeVar("T")
 
@@ -61,11 +48,17 @@ class Options:
 
 def run(options: Options, display: Display) -> dict[str, float | int | bool]:
     """Figures; bytes are over those of one version, times over those of copying it in memory."""
-    if options.shape not in SHAPES:
-        raise ConfigError(f"--shape is {options.shape!r}, wanted one of: {', '.join(SHAPES)}")
+    check_shape(options.shape)
     if options.versions < 2 or options.rows < 1 or options.length < 2 or options.warmup_updates < 0:
         raise ConfigError("wanted at least 2 --versions, 1 --rows, a --length of 2 and no negative --warmup-updates")
-    training = _Training(options)
+    training = Training(
+        options.shape,
+        rows=options.rows,
+        length=options.length,
+        learning_rate=options.learning_rate,
+        publish_dtype=options.publish_dtype,
+        seed=options.seed,
+    )
     display.phase(f"compiling, and {options.warmup_updates} steps before the first version")
     for _ in range(max(options.warmup_updates, 1)):
         training.step()
@@ -86,51 +79,6 @@ def run(options: Options, display: Display) -> dict[str, float | int | bool]:
     figures = {"params": num_params, "versions": options.versions, "learning_rate": options.learning_rate, **figures}
     _show(figures, display, meter)
     return figures
-
-
-class _Training:
-    """Policy-gradient steps on tokens of no meaning, with random advantages: the noisiest gradients there are."""
-
-    def __init__(self, options: Options):
-        model = Model(SHAPES[options.shape])
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
-        self._learner = Learner(
-            model,
-            mesh,
-            optimizer=OptimizerOptions(learning_rate=options.learning_rate),
-            objective=presets.ppo(),
-            step=StepOptions(),
-            publish_dtype=options.publish_dtype,
-            temperature=1.0,
-            anchor=lambda logprobs, *_: logprobs,  # a ratio of one: plain policy gradient
-            seed=options.seed,
-        )
-        self._learner.start(_trained_scale(model.init(jax.random.key(options.seed)), options.seed))
-        self._random = np.random.default_rng(options.seed)
-        self._shape, self._vocabulary = (options.rows, options.length), model.config.vocab_size
-
-    def step(self) -> None:
-        shape, zeros = self._shape, np.zeros(self._shape, np.float32)
-        tokens = np.minimum(self._random.zipf(1.2, shape) - 1, self._vocabulary - 1).astype(np.int32)
-        mask = np.ones(shape, bool)
-        mask[:, 0] = False
-        batch = Batch(tokens=tokens, valid=np.ones(shape, bool), loss_mask=mask, sampler_logprobs=zeros, proximal_logprobs=zeros,
-                      advantages=np.repeat(self._random.normal(size=(shape[0], 1)), shape[1], 1).astype(np.float32),
-                      policy_versions=np.zeros(shape, np.int32))  # fmt: skip
-        jax.block_until_ready(self._learner.step(batch, version=0).step)
-        jax.block_until_ready(self._learner.train_state)
-
-    def published(self) -> Params:
-        return jax.block_until_ready(self._learner.published())
-
-
-def _trained_scale(params: Params, seed: int) -> Params:
-    """Random matrices of one scale, as those of trained models are; initial ones differ."""
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    # What is constant at the start, such as a norm's scale, stays.
-    return structure.unflatten([leaf if leaf.std() == 0 else WEIGHT_SCALE * jax.random.normal(key, leaf.shape, leaf.dtype)
-                                for key, leaf in zip(keys, leaves, strict=True)])
 
 
 class _Meter:
@@ -187,7 +135,7 @@ def _seconds(function: Callable[[], object]) -> float:
 
 
 def _fill(
-    ring: SnapshotRing, store: SnapshotStore, training: _Training, meter: _Meter, display: Display, num_versions: int
+    ring: SnapshotRing, store: SnapshotStore, training: Training, meter: _Meter, display: Display, num_versions: int
 ) -> tuple[dict[str, float], list[str]]:
     """Steps and puts, and what the puts cost; and the digest of each version."""
     digests, puts, calls, saves, mirror = [], [], [], [], 0
@@ -261,7 +209,7 @@ def _plain_orbax(path: pathlib.Path, params: Params, meter: _Meter) -> dict[str,
     return {"orbax_save_over_memcpy": save / meter.copy_seconds, "orbax_load_over_memcpy": load / meter.copy_seconds}
 
 
-def _steps(training: _Training, count: int) -> dict[str, float]:
+def _steps(training: Training, count: int) -> dict[str, float]:
     """Learner steps, each after a publish: every other one with a ring that encodes it meanwhile."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     ring = SnapshotRing(count + 1)

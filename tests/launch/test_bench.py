@@ -1,22 +1,25 @@
 """Benchmarks: found by name, refused in a sentence, their figures written as one flat object."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from launch import bench
-from launch.benches import old_logprobs
+from launch.benches import _training, losses, old_logprobs
 from launch.display import Display
 from rl.old_logprobs import SourceName
 
 
 def test_names_and_help(capsys):
-    assert bench.names() == ["dedicated", "old_logprobs", "ring", "threads"]
+    assert bench.names() == ["dedicated", "losses", "old_logprobs", "ring", "threads"]
     assert bench.main([]) == 0
     printed = capsys.readouterr().out
     assert "usage" in printed and "threads" in printed
@@ -31,6 +34,9 @@ def test_names_and_help(capsys):
         (["old_logprobs", "--learner-steps", "3"], ["--learner-steps is 3", "wanted 8"]),
         (["ring", "--shape", "huge"], ["--shape is 'huge'", "smollm2_135m"]),
         (["ring", "--versions", "1"], ["at least 2 --versions"]),
+        (["losses", "--shape", "huge"], ["--shape is 'huge'", "smollm2_135m"]),
+        (["losses", "--repeats", "0"], ["at least 1 --rows and 1 --repeats"]),
+        (["losses", "--shape", "small_3m", "--length", "513"], ["--length of 2 to 512"]),
     ],
 )
 def test_what_cannot_be_run_is_refused(capsys, arguments, words):
@@ -64,6 +70,45 @@ def test_a_small_ring_is_filled_and_walked(tmp_path, capsys, dtype):
     for name in ("step_back", "oldest_get", "put", "orbax_save", "orbax_load"):
         assert found[f"{name}_over_memcpy"] > 0
     assert "every version came back bit for bit" in capsys.readouterr().out
+
+
+class FakeTraining:
+    """Steps that compile nothing: the real ones are compiled for longer than all else that the benchmark does with few presets."""
+
+    def __init__(self, shape, **options):
+        assert shape == "small_3m" and options["rows"] == 1 and options["length"] == 8
+
+    def change(self, objective):
+        self.pause = 0.02 if objective.needs_batch else 0.01
+
+    def step(self):
+        time.sleep(self.pause)
+
+    def published(self):
+        return {"weights": np.ones((2, 3))}
+
+
+@pytest.mark.parametrize("training", [FakeTraining, pytest.param(_training.Training, marks=pytest.mark.slow)])
+def test_losses_are_timed_beside_the_train_step(tmp_path, monkeypatch, capsys, training):
+    """Three presets: a plain one, one with a reference, and one that looks at the whole minibatch."""
+    monkeypatch.setattr(losses, "Training", training)
+    names = ["ppo", "grpo", "m2po"]
+    monkeypatch.setattr(losses, "PRESETS", {name: losses.PRESETS[name] for name in names})
+    path = tmp_path / "figures.json"
+    options = ["--shape", "small_3m", "--rows", "1", "--length", "8", "--repeats", "1", "--json", str(path)]
+    assert bench.main(["losses", *options]) == 0
+    found = json.loads(path.read_text())
+    shares = [f"loss_over_step_{name}" for name in names]
+    assert list(found) == ["params", "rows", "length", "step_seconds", "worst_preset", "worst_loss_over_step", *shares,
+                           "batch_statistics_step_over_plain"]  # fmt: skip
+    assert found["params"] == (6 if training is FakeTraining else 3_000_000) and found["rows"] == 1 and found["length"] == 8
+    assert all(math.isfinite(value) and value > 0 for name, value in found.items() if name != "worst_preset")
+    worst = max(found[name] for name in shares)
+    assert found["worst_loss_over_step"] == worst == found[f"loss_over_step_{found['worst_preset']}"]
+    printed = capsys.readouterr().out
+    if training is FakeTraining:
+        assert found["batch_statistics_step_over_plain"] > 1.2
+    assert "share of a step" in printed and "a forward more (m2po)" in printed
 
 
 def test_old_logprobs_are_shown_drawn_and_written(tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from models.config import ModelConfig, Precision
 from models.sharding import MESH_AXES, ShardingError, parameter_shardings
 from models.transformer import Model
-from rl.corrections import CorrectionOptions
+from rl.corrections import CorrectionOptions, Discrepancy
 from rl.learner import (
     Learner,
     OptimizerOptions,
@@ -24,7 +24,7 @@ from rl.learner import (
 )
 from rl.objective import Objective
 from rl.scorer import Scorer
-from rl.surrogates import Clip
+from rl.surrogates import Clip, SecondMomentClip
 from rl.types import Batch
 
 MODEL = Model(ModelConfig(vocab_size=16, num_layers=1, d_model=16, d_ff=16, num_heads=2, num_kv_heads=2, head_dim=4,
@@ -160,6 +160,17 @@ def test_meshes_microbatches_rematerialisation_and_padding_change_nothing(capfd,
     for tree in (learner.train_state.params, optax.tree_utils.tree_get(learner.train_state.optimizer, "mu")):
         lies_there = jax.tree.map(lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim), tree, shardings)
         assert all(jax.tree.leaves(lies_there))
+
+
+def test_an_objective_that_depends_on_the_minibatch_is_one_update_however_it_is_divided():
+    """A band and weights that only all rows together decide, and a denominator of what is kept."""
+    correction = CorrectionOptions(discrepancy=Discrepancy.BOTH, normalize_weights=True, second_moment_budget=0.005)
+    objective = Objective(SecondMomentClip(0.001, 0.0, 0.0), correction=correction, count_kept=True)
+    batch = stale_batch()
+    expected = run_step(make_learner(objective=objective), batch)
+    assert 0 < expected.step["clip_fraction"] < 1 and 0 < expected.step["kept_fraction"] < 1
+    step = dataclasses.replace(STEP, microbatches=4)
+    assert_same_run(run_step(make_learner(make_mesh(2, 2, 1), step=step, objective=objective), batch), expected)
 
 
 # --- what a step consists of ---

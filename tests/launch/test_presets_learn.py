@@ -1,0 +1,69 @@
+"""Every preset on the quickstart task: twenty learner steps without a number that is none, and no worse than it began."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from launch.build import Foundation, build_loop
+from launch.config import check, load_config, load_objective
+from launch.train import warm_started
+from rl.environments import Split
+from rl.evaluation import evaluate
+from rl.presets import PRESETS
+
+pytestmark = pytest.mark.slow
+
+STEPS, EPISODES = 20, 256
+
+
+@functools.cache
+def base_config():
+    config = load_config("quickstart")
+    snapshots = dataclasses.replace(config.snapshots, exactness_every=0, decompose_every=0)
+    return dataclasses.replace(config, steps=STEPS, snapshots=snapshots)
+
+
+@functools.cache
+def shared():
+    """What all presets begin with: version 0, and the sampler's and the scorer's programs."""
+    foundation = Foundation.of(base_config())
+    return jax.device_get(warm_started(foundation)), foundation.sampler_factory(), foundation.scorer()
+
+
+def sampled_success(loop) -> float:
+    """Of held-out games at the training temperature."""
+    sampler, config = shared()[1](), base_config()
+    sampler.publish(loop.version, loop.live)
+    make_environment = config.environment_factory(Split.HELD_OUT)
+    return evaluate(sampler, make_environment, num_episodes=EPISODES, greedy=False, max_length=config.model.max_length).success
+
+
+@functools.cache
+def success_before(run_dir) -> float:
+    params, make_sampler, scorer = shared()
+    with contextlib.closing(build_loop(Foundation.of(base_config()), run_dir, make_sampler(), scorer)) as loop:
+        loop.start(params)
+        return sampled_success(loop)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_trains_and_does_not_fall_below_the_warm_start(name, tmp_path, tmp_path_factory):
+    config = dataclasses.replace(base_config(), objective=load_objective(name))
+    check(config)
+    params, make_sampler, scorer = shared()
+    with contextlib.closing(build_loop(Foundation.of(config), tmp_path, make_sampler(), scorer)) as loop:
+        loop.start(params)
+        loop.run(STEPS)
+        after = sampled_success(loop)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == STEPS
+    assert np.all(np.isfinite([value for row in rows for value in row.values() if isinstance(value, (int, float))]))
+    before = success_before(tmp_path_factory.getbasetemp() / "start")
+    clipped, kept = (np.mean([row[column] for row in rows]) for column in ("clip_fraction", "kept_fraction"))
+    print(f"{name}: sampled success {before:.3f} -> {after:.3f}; clipped {clipped:.3f}, kept {kept:.3f}")
+    assert after >= before

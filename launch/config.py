@@ -192,9 +192,7 @@ def load_config(name: str) -> Config:
 
 
 def parse(arguments: Sequence[str], *, program: str, options_of: Callable[..., Options] = Invocation) -> tuple[str, Options]:
-    """`[CONFIG] [--objective NAME] [--option value ...]` to the config's name and what is asked for.
-
-    Exits with a message on unknown options.
+    """`[CONFIG] [--option value ...]` to the config's name and what is asked for; see `parse_options`.
 
     Raises:
       ConfigError: there is no such config or objective.
@@ -202,9 +200,6 @@ def parse(arguments: Sequence[str], *, program: str, options_of: Callable[..., O
     arguments = list(arguments)
     name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "quickstart"
     config = load_config(name)
-    objective, arguments = _take_objective(arguments)
-    if objective is not None:
-        config = dataclasses.replace(config, objective=load_objective(objective))
     return name, parse_options(arguments, config, program=f"{program} {name}", options_of=options_of)
 
 
@@ -219,12 +214,14 @@ def load_objective(name: str) -> Objective:
     return PRESETS[name]()
 
 
-def _take_objective(arguments: list[str]) -> tuple[str | None, list[str]]:
+def _take_objective(arguments: Sequence[str], program: str) -> tuple[str | None, list[str]]:
     """The value of `--objective`, and the other arguments: which options there are depends on it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(OBJECTIVE)
+    parser = argparse.ArgumentParser(program, add_help=False, allow_abbrev=False)
+    parser.add_argument(OBJECTIVE, action="append", default=[], metavar="NAME")
     taken, others = parser.parse_known_args(arguments)
-    return taken.objective, others
+    if len(taken.objective) > 1:
+        raise ConfigError(f"{OBJECTIVE} is given {len(taken.objective)} times, wanted once: {', '.join(taken.objective)}")
+    return (taken.objective or [None])[0], others
 
 
 def parse_options(
@@ -232,8 +229,14 @@ def parse_options(
 ) -> Options:
     """Options on top of a config; a command with more of them than `Config` has says so by `options_of`.
 
-    Exits with a message on unknown ones.
+    `--objective NAME` replaces the config's whole objective; its options come on top. Exits with a message on unknown options.
+
+    Raises:
+      ConfigError: there is no such objective.
     """
+    objective, arguments = _take_objective(arguments, program)
+    if objective is not None:
+        default = dataclasses.replace(default, objective=load_objective(objective))
     default = options_of(**default.__dict__)
     return tyro.cli(
         type(default),
@@ -241,7 +244,7 @@ def parse_options(
         args=arguments,
         prog=program,
         description=f"Configs: {', '.join(config_names())} (the first argument; default quickstart).\n\n"
-        f"Objectives ({OBJECTIVE} NAME, by default the config's own): {', '.join(PRESETS)}. An objective comes with options of "
+        f"Objectives ({OBJECTIVE} NAME, in place of the config's own): {', '.join(PRESETS)}. An objective comes with options of "
         f"its own, which are shown below: those of NAME with {OBJECTIVE} NAME --help.",
         config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
     )

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 
-from rl import surrogates
+from rl import gates, surrogates
 from rl.corrections import CorrectionOptions, Discrepancy
 from rl.denominators import Denominator
 from rl.objective import Objective
@@ -67,7 +67,7 @@ def _source(name: str) -> str:
 
 
 def _has_ratio(objective: Objective) -> bool:
-    plain = surrogates.Reinforce(surrogates.Unweighted(), surrogates.Open())
+    plain = surrogates.Reinforce(gates.Unweighted(), gates.Open())
     return objective.surrogate != plain or objective.anchor_penalty != 0
 
 
@@ -91,17 +91,17 @@ def _gate(surrogate: surrogates.Surrogate) -> str:
             return _open(gate)
 
 
-def _open(gate: surrogates.Gate) -> str:
+def _open(gate: gates.Gate) -> str:
     match gate:
-        case surrogates.Open():
+        case gates.Open():
             return "none"
-        case surrogates.SignedBand(low, high, anchor):
+        case gates.SignedBand(low, high, anchor):
             return f"[{1 - low:g}, {1 + high:g}] of the ratio to {anchor.value}, by sign of A"
-        case surrogates.Band(low, high):
+        case gates.Band(low, high):
             return f"[{1 - low:g}, {1 + high:g}], either sign"
-        case surrogates.TotalVariation(low, high, anchor, both):
+        case gates.TotalVariation(low, high, anchor, both):
             return f"p − {anchor.value} in [-{low:g}, {high:g}]{'' if both else ', by sign of A'}"
-        case surrogates.BinaryKL(_, high, anchor):
+        case gates.BinaryKL(_, high, anchor):
             return f"binary KL to {anchor.value} ≤ {high:g}, by sign of A"
 
 
@@ -117,15 +117,15 @@ def _coefficient(surrogate: surrogates.Surrogate) -> str:
     if not isinstance(surrogate, surrogates.Reinforce):
         return ""
     match surrogate.coefficient:
-        case surrogates.Unweighted():
+        case gates.Unweighted():
             return ""
-        case surrogates.Truncated(cap):
+        case gates.Truncated(cap):
             return f"sg min(r, {cap:g})" if cap < float("inf") else "sg r"
-        case surrogates.Clipped(low, high):
+        case gates.Clipped(low, high):
             return f"sg clip(r, {1 - low:g}, {1 + high:g})"
-        case surrogates.Tapered():
+        case gates.Tapered():
             return "1 if A > 0, else sg min(r, 1)"
-        case surrogates.Kernel(k, slope, k_negative, slope_negative):
+        case gates.Kernel(k, slope, k_negative, slope_negative):
             return f"sg kernel(r; {k:g}, {slope:g} / {k_negative:g}, {slope_negative:g})"
 
 

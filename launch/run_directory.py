@@ -14,7 +14,7 @@ import cattrs.preconf.json
 from cattrs.strategies import configure_tagged_union
 
 from launch.config import Config, ConfigError
-from rl import processes, surrogates
+from rl import gates, processes, surrogates
 
 CONFIG, SUMMARY, METRICS = "config.json", "summary.json", "metrics.jsonl"
 PACKAGES = (
@@ -41,7 +41,7 @@ def _converter() -> cattrs.Converter:
     # JSON has no infinity, and bounds may be infinite.
     converter.register_unstructure_hook(float, lambda value: value if math.isfinite(value) else str(value))
     converter.register_structure_hook(float, lambda value, _: float(value))
-    for union in (surrogates.Gate, surrogates.Coefficient, surrogates.Surrogate):  # the inner ones first
+    for union in (gates.Gate, gates.Coefficient, surrogates.Surrogate):  # the inner ones first
         configure_tagged_union(union, converter)
     return converter
 

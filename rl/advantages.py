@@ -29,7 +29,7 @@ class AdvantageEstimator(enum.Enum):
     GROUP_RELATIVE = "group_relative"  # (R - mean) / (std + epsilon): GRPO, arXiv 2402.03300, section 4.1.2
     LEAVE_ONE_OUT = "leave_one_out"  # R - mean of the others: RLOO, arXiv 2402.14740
     MEAN_CENTERED = "mean_centered"  # R - mean: Dr. GRPO, arXiv 2503.20783, section 3.2
-    LENGTH_WEIGHTED = "length_weighted"  # R - mean weighted by trained tokens: OPO, arXiv 2505.23585
+    LENGTH_WEIGHTED = "length_weighted"  # R - mean weighted by the tokens that the policy wrote: OPO, arXiv 2505.23585
     SCALED_BY_NONZERO = "scaled_by_nonzero"  # (R - mean) * rewards / nonzero rewards, counted in the batch: GPG, arXiv 2504.02546
     BEST_ONLY = "best_only"  # the best gets its lead over the second, the others 0: pass@k, arXiv 2503.19595
     BEST_ONLY_RELATIVE = "best_only_relative"  # the same / (std + epsilon)
@@ -130,7 +130,7 @@ def group_advantages(
       has_reward: bool [B].
       estimator: the comparison.
       epsilon: added to the standard deviation, or to the mean, in units of reward; the RELATIVE and MEAN_NORMALIZED read it.
-      lengths: int [B], trained tokens; LENGTH_WEIGHTED reads it. A group without any weighs its members equally.
+      lengths: int [B], tokens that the policy wrote; LENGTH_WEIGHTED reads it. A group without any weighs its members equally.
       total: adds sums over the processes that share the batch; SCALED_BY_NONZERO calls it, once.
 
     Returns:
@@ -212,18 +212,20 @@ def token_advantages(
     if rewards is None:
         rewards = np.asarray([trajectory.reward or 0.0 for trajectory in trajectories], np.float64)
     counted = [trajectory.loss_mask & exists for trajectory, exists in zip(trajectories, has_reward, strict=True)]
-    lengths = np.asarray([np.count_nonzero(mask) for mask in counted], int)
+    trained = np.asarray([np.count_nonzero(mask) for mask in counted], int)
+    # A stale member stays in the baseline, with the length that the policy wrote.
+    written = np.asarray([np.count_nonzero(each.policy_versions != NO_POLICY) for each in trajectories], int)
     values = _group_advantages(
         rewards,
         group_ids,
         has_reward,
         estimator=options.advantages,
         epsilon=options.advantage_epsilon,
-        lengths=lengths,
+        lengths=written,
         total=total,
     )
     if options.advantage_normalization is AdvantageNormalization.TOKEN_MEASURE:
-        centered, variance = _centered(values, lengths, total)
+        centered, variance = _centered(values, trained, total)
         values = centered / (np.sqrt(variance) + 1e-8)
     # -1 before the first turn: no token there is trained.
     turns = [np.searchsorted(each.turn_starts, np.arange(len(each)), side="right") - 1 for each in trajectories]
@@ -309,7 +311,7 @@ def _group_advantages(
     if estimator is AdvantageEstimator.LENGTH_WEIGHTED and np.shape(lengths) != rewards.shape:
         raise ValueError(
             f"lengths has shape {None if lengths is None else np.shape(lengths)}, wanted {rewards.shape} like rewards; "
-            "give the trained tokens of each trajectory"
+            "give the tokens that the policy wrote in each trajectory"
         )
     lengths = np.ones(rewards.shape) if lengths is None else np.asarray(lengths, np.float64)
     if estimator is AdvantageEstimator.RAW:

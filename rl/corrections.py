@@ -22,7 +22,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rl.ratios import Level, as_float, check_token_arrays, clamp, difference, divide, pool, select_finite
+from rl.ratios import (
+    Level,
+    as_float,
+    check_token_arrays,
+    clamp,
+    difference,
+    divide,
+    is_number,
+    pool,
+    ranks,
+    select_finite,
+)
 
 
 class Discrepancy(enum.Enum):
@@ -71,12 +82,6 @@ class CorrectionOptions:
         """Whether what it does to a token depends on the whole minibatch."""
         return self.normalize_weights or self.second_moment_budget is not None
 
-    @property
-    def needs_proximal(self) -> bool:
-        """Whether it looks at the proximal logprobs at all."""
-        return (self.discrepancy is not Discrepancy.NONE or self.rejection is not None or self.veto is not None
-                or self.second_moment_budget is not None)  # fmt: skip
-
     def check(self) -> None:
         """Refuses what has no meaning; traced values pass.
 
@@ -85,16 +90,16 @@ class CorrectionOptions:
         """
         _check_discrepancy(self.discrepancy_bound, self.discrepancy_low, self.weight_floor, self.weight_cap)
         _check_rejection(self.rejection, self.rejection_low, self.rejection_high)
-        if self.total_ratio_cap is not None and self.discrepancy not in (Discrepancy.WEIGHT, Discrepancy.BOTH):
-            raise ValueError(
-                f"total_ratio_cap is {self.total_ratio_cap} but discrepancy is {self.discrepancy}, which weights "
-                "nothing; choose WEIGHT or BOTH, or leave the cap out"
-            )
-        if _is_number(self.off_policy_drift) and not self.off_policy_drift >= 0:
+        of_weights = {"total_ratio_cap": self.total_ratio_cap is not None, "normalize_weights": self.normalize_weights}
+        for name, is_used in of_weights.items():
+            if is_used and self.discrepancy not in (Discrepancy.WEIGHT, Discrepancy.BOTH):
+                raise ValueError(f"{name} is {self.__dict__[name]} but discrepancy is {self.discrepancy.value!r}, which weights "
+                                 "nothing; choose 'weight' or 'both', or leave it out")
+        if is_number(self.off_policy_drift) and not self.off_policy_drift >= 0:
             raise ValueError(f"off_policy_drift is {self.off_policy_drift}, wanted at least 0 nats; None turns it off")
         for name in ("total_ratio_cap", "veto", "entropy_normalized_bound", "second_moment_budget"):
             value = self.__dict__[name]
-            if _is_number(value) and not value > 0:
+            if is_number(value) and not value > 0:
                 raise ValueError(f"{name} is {value}, wanted above 0; None turns it off")
 
 
@@ -116,10 +121,10 @@ class Policies(NamedTuple):
 
 
 class CorrectionStatistics(NamedTuple):
-    """What a correction needs of the whole minibatch. Scalars."""
+    """What a correction needs of the whole minibatch: a row of it for each row, so that microbatches take theirs."""
 
-    weight_mean: jax.Array  # by which normalised weights are divided
-    largest_square: jax.Array  # of a log ratio within the second moment's budget
+    weight_mean: jax.Array  # [B, 1], alike in all rows: what normalised weights are divided by
+    within_budget: jax.Array  # bool [B, T]: of the second moment
 
 
 def correct(
@@ -136,7 +141,7 @@ def correct(
       advantages: float [B, T]; read by `off_policy_drift`.
       entropy: float [B, T], nats; read by `entropy_normalized_bound`.
       options: the choice.
-      statistics: of the whole minibatch, where these are a part of its rows.
+      statistics: these rows of those of the whole minibatch; None where these are all of it.
 
     Raises:
       ValueError: as `CorrectionOptions.check`, and shapes differ.
@@ -159,7 +164,7 @@ def correct(
         if statistics is None:
             statistics = correction_statistics(policies, options)
         if options.second_moment_budget is not None:
-            kept &= jnp.square(log_ratio) <= statistics.largest_square
+            kept &= statistics.within_budget
         if options.normalize_weights:
             weights = jnp.where(exists, divide(weights, statistics.weight_mean), 1)
     return Correction(weights, kept, log_ratio)
@@ -303,28 +308,30 @@ def correction_statistics(policies: Policies, options: CorrectionOptions) -> Cor
       options: the choice.
     """
     weights, kept, log_ratio = _by_discrepancy(policies, options)
-    mean, largest = jnp.ones((), weights.dtype), jnp.full((), jnp.inf, weights.dtype)
+    mean, within_budget = jnp.ones((), weights.dtype), policies.exists
     if options.normalize_weights:
         counted = policies.exists
         if options.discrepancy_level not in (Level.TOKEN, Level.SEGMENT):
             counted &= jnp.cumsum(counted, axis=1, dtype=jnp.int32) == 1  # each row once
         mean = divide(jnp.sum(jnp.where(counted & kept, weights, 0)), jnp.sum(counted))
     if options.second_moment_budget is not None:
-        largest = largest_square(log_ratio, policies.exists, budget=options.second_moment_budget)
-    return CorrectionStatistics(mean, largest)
+        within_budget = within_second_moment(log_ratio, policies.exists, budget=options.second_moment_budget)
+    return CorrectionStatistics(jnp.full((len(weights), 1), mean), within_budget)
 
 
-def largest_square(log_ratio: jax.Array, mask: jax.Array, *, budget: float) -> jax.Array:
-    """The largest squared log ratio that may stay, if the largest leave until the mean of the rest is below `budget`; one stays.
+def within_second_moment(log_ratio: jax.Array, mask: jax.Array, *, budget: float) -> jax.Array:
+    """The tokens that stay if those of the largest squared log ratio leave until the mean of the rest is below `budget`.
 
-    M2PO, arXiv 2510.01161, as AReaL implements it: on proximal / sampler, whatever the advantage. The authors' own code does
-    something else, see `surrogates.SecondMomentClip`.
+    At least one stays, and of equal ones the earlier; bool [B, T], of float nats [B, T] of a whole minibatch. M2PO, arXiv
+    2510.01161, as AReaL implements it: on proximal / sampler, whatever the advantage. The authors' own code does something else,
+    see `surrogates.SecondMomentClip`.
     """
-    squares = jnp.sort(jnp.where(mask, jnp.square(log_ratio), jnp.inf), axis=None)
+    squares = jnp.where(mask, jnp.square(log_ratio), jnp.inf)
+    ascending = jnp.sort(squares, axis=None)
     count = jnp.arange(1, squares.size + 1, dtype=jnp.int32)
-    mean = jnp.cumsum(jnp.where(jnp.isfinite(squares), squares, 0)) / count.astype(squares.dtype)
-    num_kept = jnp.sum((mean < budget) & jnp.isfinite(squares), dtype=jnp.int32)  # means of a sorted array only grow
-    return squares[jnp.maximum(num_kept - 1, 0)]
+    mean = jnp.cumsum(jnp.where(jnp.isfinite(ascending), ascending, 0)) / count.astype(squares.dtype)
+    num_kept = jnp.sum((mean < budget) & jnp.isfinite(ascending), dtype=jnp.int32)  # means of a sorted array only grow
+    return mask & (ranks(squares) < jnp.maximum(num_kept, 1))
 
 
 def _by_discrepancy(policies: Policies, options: CorrectionOptions) -> Correction:
@@ -359,25 +366,21 @@ def _log(ratio: float | jax.Array) -> jax.Array:
     return jnp.log(as_float(ratio))
 
 
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float))
-
-
 def _check_rejection(statistic: Statistic | None, low: float | None, high: float | None) -> None:
     if (statistic is not None) != (low is not None or high is not None):
         raise ValueError(f"rejection is {statistic} with the ends {low} and {high}; give a statistic and an end, or neither")
-    if _is_number(low) and _is_number(high) and not low <= high:
+    if is_number(low) and is_number(high) and not low <= high:
         raise ValueError(f"rejection keeps from {low} to {high}, which is nothing; give the lower end first")
-    if statistic is Statistic.RATIO and any(_is_number(end) and not end >= 0 for end in (low, high)):
+    if statistic is Statistic.RATIO and any(is_number(end) and not end >= 0 for end in (low, high)):
         raise ValueError(f"rejection of a ratio has the ends {low} and {high}, wanted at least 0; give no logarithms")
 
 
 def _check_discrepancy(bound: float, low: float | None, weight_floor: float, weight_cap: float) -> None:
-    if _is_number(bound) and not bound >= 1:
+    if is_number(bound) and not bound >= 1:
         raise ValueError(f"discrepancy bound is {bound}, wanted at least 1: the band is [1/bound, bound]; give the upper end")
-    if _is_number(low) and not 0 <= low <= 1:
+    if is_number(low) and not 0 <= low <= 1:
         raise ValueError(f"the lower end of the discrepancy band is {low}, wanted in [0, 1]; None makes it 1/bound")
-    if _is_number(weight_cap) and not weight_cap > 0:
+    if is_number(weight_cap) and not weight_cap > 0:
         raise ValueError(f"discrepancy weight cap is {weight_cap}, wanted above 0; give infinity for no cap")
-    if _is_number(weight_floor) and _is_number(weight_cap) and not 0 <= weight_floor <= weight_cap:
+    if is_number(weight_floor) and is_number(weight_cap) and not 0 <= weight_floor <= weight_cap:
         raise ValueError(f"discrepancy weight floor is {weight_floor}, wanted from 0 to the cap, {weight_cap}")

@@ -30,7 +30,7 @@ def row_weights(mask: jax.Array, *, denominator: Denominator, constant: float | 
     Args:
       mask: bool [B, T], as a rule the *original* mask of the minibatch. Tokens that the loss later drops stay counted, as in
         AReaL, so that dropping tokens makes the step smaller and not the remaining tokens heavier; a mask of the tokens that are
-        kept counts as verl and ROLL do.
+        kept counts as verl does.
       denominator: the choice.
       constant: above 0; given with SEQUENCE_SUMS and CONSTANT, and only then.
 

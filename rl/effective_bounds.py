@@ -55,29 +55,32 @@ def effective_bounds(
     share, rest = sampler_share, 1 - sampler_share
     if proxy is Proxy.LOG_LINEAR:
         return EffectiveBounds(
-            clip_low=_root(1 - clip_low, share),
-            clip_high=_root(1 + clip_high, share),
-            mask_low=_root(1 / discrepancy_bound, rest),
-            mask_high=_root(discrepancy_bound, rest),
+            clip_low=_root(1 - clip_low, share, never=0.0),
+            clip_high=_root(1 + clip_high, share, never=math.inf),
+            mask_low=_root(1 / discrepancy_bound, rest, never=0.0),
+            mask_high=_root(discrepancy_bound, rest, never=math.inf),
         )
     return EffectiveBounds(
-        clip_low=_inverse_staleness(1 - clip_low, share),
-        clip_high=_inverse_staleness(1 + clip_high, share),
+        clip_low=_inverse_staleness(1 - clip_low, share, never=0.0),
+        clip_high=_inverse_staleness(1 + clip_high, share, never=math.inf),
         mask_low=max(0.0, (1 / discrepancy_bound - share) / rest) if rest else 0.0,
         mask_high=(discrepancy_bound - share) / rest if rest else math.inf,
     )
 
 
-def _root(bound: float, exponent: float) -> float:
-    """r where r^exponent is the bound; where r^0 = 1 is compared with it, never, unless the bound is 1."""
-    if exponent:
-        return bound ** (1 / exponent)
-    return 0.0 if bound <= 1 else math.inf
+def _root(bound: float, exponent: float, *, never: float) -> float:
+    """r where r^exponent is the bound; `never` where the exponent is 0, for then the power is 1 whatever r is."""
+    if not exponent:
+        return never
+    if not bound:
+        return 0.0
+    logarithm = math.log(bound) / exponent
+    return math.exp(logarithm) if logarithm < 700 else math.inf  # more than that is no float
 
 
-def _inverse_staleness(bound: float, share: float) -> float:
-    """r where r / (share + (1 - share) r), which stays below 1 / (1 - share), is the bound."""
+def _inverse_staleness(bound: float, share: float, *, never: float) -> float:
+    """r where r / (share + (1 - share) r), which stays below 1 / (1 - share), is the bound; `never` where that is 1 for all r."""
+    if not share:
+        return never
     left = 1 - (1 - share) * bound
-    if not share:  # the staleness ratio is 1 whatever r is
-        return 0.0 if bound <= 1 else math.inf
     return share * bound / left if left > 0 else math.inf

@@ -153,18 +153,18 @@ class Microbatches:
 
 
 def make_update(loss: Callable, optimizer: optax.GradientTransformation, microbatches: Microbatches, *,
-                prepare: Callable = lambda params, minibatch: (minibatch, None)) -> Callable:
+                prepare: Callable = lambda params, minibatch: minibatch) -> Callable:
     """(state, minibatch) to (state, loss, sums, gradient norm, rows), for any tree of [B, ...] arrays as minibatch.
 
-    `prepare(params, minibatch)` sees all rows and returns (a tree of [B, ...] arrays to be divided, what each microbatch needs to
-    know). `loss(params, microbatch, known)` returns its share of the minibatch's loss, and (sums for `combine_metrics`, a tree of
-    arrays [b, ...] with the microbatch's rows); `rows` are those of the whole minibatch, in its order.
+    `prepare(params, minibatch)` sees all rows, and returns the tree of [B, ...] arrays to be divided. `loss(params, microbatch)`
+    returns its share of the minibatch's loss, and (sums for `combine_metrics`, a tree of arrays [b, ...] with the microbatch's
+    rows); `rows` are those of the whole minibatch, in its order.
     """
     def update(state: LearnerState, minibatch):
-        minibatch, known = prepare(state.params, minibatch)
+        minibatch = prepare(state.params, minibatch)
 
         def accumulate(gradients, microbatch):
-            (share, (sums, rows)), new = jax.value_and_grad(loss, has_aux=True)(state.params, microbatch, known)
+            (share, (sums, rows)), new = jax.value_and_grad(loss, has_aux=True)(state.params, microbatch)
             return jax.tree.map(jnp.add, gradients, new), (share, sums, rows)
 
         zeros = jax.tree.map(jnp.zeros_like, state.params)
@@ -304,17 +304,17 @@ class Learner:
         return LossInputs(logprobs, proximal, batch.sampler_logprobs, batch.advantages, batch.loss_mask, entropy,
                           batch.reference_logprobs)
 
-    def _prepare(self, params: Params, minibatch) -> tuple[tuple, MinibatchStatistics | None]:
+    def _prepare(self, params: Params, minibatch) -> tuple[Batch, jax.Array, jax.Array, MinibatchStatistics | None]:
         """Weights by the denominator; and what a token depends on beyond its row, which takes a forward of its own."""
         statistics = None
         if self.objective.needs_batch:
             inputs = jax.lax.map(lambda part: self._inputs(params, *part), self._microbatches.split(minibatch))
             statistics = minibatch_statistics(self.objective, self._microbatches.join(inputs))
         weights = denominator_weights(self.objective, minibatch[0].loss_mask, statistics, longest=self._model.config.max_length)
-        return (*minibatch, weights), statistics
+        return *minibatch, weights, statistics
 
-    def _loss(self, params: Params, microbatch, statistics: MinibatchStatistics | None) -> tuple[jax.Array, tuple]:
-        batch, versions, weights = microbatch
+    def _loss(self, params: Params, microbatch) -> tuple[jax.Array, tuple[Metrics, jax.Array]]:
+        batch, versions, weights, statistics = microbatch
         inputs = self._inputs(params, batch, versions)
         share, sums = loss_terms(self.objective, inputs, weights=weights, statistics=statistics)
         return share, (sums, inputs.logprobs)

@@ -9,7 +9,7 @@ staleness ratio exp(logprobs - proximal) is differentiated and clipped, and they
 
 Three rules keep the numbers honest, whatever the objective. The denominator is global and fixed before the minibatch is split
 (`rl/denominators.py`), and so is what else a token needs to know of the minibatch (`minibatch_statistics`): each microbatch takes
-its rows of the one and all of the other, and losses and gradients add up exactly. So do metrics (`rl/loss_metrics.py`). And a
+its rows of both, and losses and gradients add up exactly. So do metrics (`rl/loss_metrics.py`). And a
 value that does not exist is selected away before the arithmetic, so nothing under the mask, infinite or NaN, can reach loss,
 metrics or gradient.
 """
@@ -22,9 +22,13 @@ import jax.numpy as jnp
 from rl import corrections, surrogates
 from rl.corrections import Correction, CorrectionOptions, Discrepancy, Policies
 from rl.denominators import CONSTANT_DENOMINATORS, row_weights
+from rl.gates import Tokens
 from rl.loss_metrics import Metrics, finalize_metrics, metric_sums
 from rl.objective import KlEstimator, Objective
-from rl.ratios import Anchor, Level, check_token_arrays, clamp, difference, magnitude, pool, select_finite
+from rl.ratios import Anchor, Level, check_token_arrays, clamp, difference, is_number, magnitude, pool, select_finite
+
+LOGPROB_LIMIT = 1e6
+"""Nats beyond which a logprob says nothing more; a sum of the largest float32 numbers would be infinite."""
 
 
 class LossInputs(NamedTuple):
@@ -40,11 +44,11 @@ class LossInputs(NamedTuple):
 
 
 class MinibatchStatistics(NamedTuple):
-    """What a token's share depends on beyond its own row. Scalars, but for the weights."""
+    """What a token's share depends on beyond its own row; arrays [B, ...], of which a microbatch takes its rows."""
 
     correction: corrections.CorrectionStatistics
     surrogate: surrogates.BatchStatistics | None
-    kept: jax.Array  # bool [B, T], of the minibatch: for denominators that count the kept tokens
+    kept: jax.Array  # bool [B, T]: for denominators that count the kept tokens
 
 
 class TokenLosses(NamedTuple):
@@ -141,7 +145,7 @@ def loss_terms(
       objective: the method.
       inputs: rows of a minibatch.
       weights: float32 [B], these rows' weights, of the minibatch.
-      statistics: `minibatch_statistics` of the minibatch.
+      statistics: these rows' part of the `minibatch_statistics`.
 
     Returns:
       A float32 scalar and a dict of scalars.
@@ -155,14 +159,14 @@ def loss_terms(
     weights = jax.lax.stop_gradient(jnp.asarray(weights))
     tokens = token_losses(objective, inputs, statistics)
     loss = jnp.sum(weights.astype(tokens.losses.dtype)[:, None] * tokens.losses)
-    kept, clipped = tokens.correction.kept, tokens.outcome.clipped
+    kept = tokens.correction.kept
     counted = {
         "tokens": jnp.asarray(inputs.mask, bool),
         "finite_tokens": tokens.finite,
         "kept_tokens": kept,
-        "clipped_tokens": tokens.finite & clipped,
+        "clipped_tokens": tokens.finite & tokens.outcome.clipped,
         "dual_clipped_tokens": tokens.finite & tokens.outcome.dual_clipped,
-        "active_tokens": kept & ~clipped,
+        "active_tokens": kept & ~tokens.outcome.inactive,
     }
     sums = metric_sums(counted, tokens.correction, tokens.staleness_log_ratio)
     if inputs.entropy is not None:
@@ -172,26 +176,18 @@ def loss_terms(
     return loss, jax.lax.stop_gradient(sums)
 
 
-def token_losses(
-    objective: Objective, inputs: LossInputs, statistics: MinibatchStatistics | None, *, positive: jax.Array | None = None
-) -> TokenLosses:
-    """Each token's loss, before weights and sum; see `loss_terms`.
-
-    `positive`, bool [B, T], says which tokens are of a good trajectory; by default those of positive advantage.
-    """
+def token_losses(objective: Objective, inputs: LossInputs, statistics: MinibatchStatistics | None) -> TokenLosses:
+    """Each token's loss, before weights and sum; see `loss_terms`."""
     finite, arrays = _existing(objective, inputs)
     correction = _correct(objective, arrays, finite, statistics and statistics.correction)
     tokens = _tokens(objective, arrays, correction.kept)
-    if positive is not None:
-        tokens = tokens._replace(positive=positive)
     if statistics is None and objective.surrogate_needs_batch:
         raise ValueError(f"{type(objective.surrogate).__name__} depends on the whole minibatch; give minibatch_statistics of it")
     outcome = objective.surrogate(tokens, statistics and statistics.surrogate)
     gain = correction.weights * outcome.objective + objective.entropy_coefficient * arrays.entropy
     losses = jnp.where(correction.kept, -gain, 0)
     if objective.anchor_penalty:
-        anchor = {Anchor.PROXIMAL: arrays.proximal_logprobs, Anchor.SAMPLER: arrays.sampler_logprobs}[objective.ratio_anchor]
-        squares = jnp.square(clamp(difference(arrays.logprobs, anchor), objective.log_ratio_limit))
+        squares = jnp.square(_token_log_ratio(objective, arrays))
         losses += jnp.where(finite, objective.anchor_penalty / 2 * squares, 0)
     penalty = jnp.zeros_like(losses)
     if objective.needs_reference:
@@ -248,7 +244,7 @@ def _existing(objective: Objective, inputs: LossInputs) -> tuple[jax.Array, Loss
     """The tokens of the mask that have every value, and all arrays with 0 at the others, detached as they must be."""
     objective.check()
     zeros = jnp.zeros_like(inputs.logprobs)
-    if inputs.entropy is None and _is_number(objective.entropy_coefficient) and objective.entropy_coefficient != 0:
+    if inputs.entropy is None and is_number(objective.entropy_coefficient) and objective.entropy_coefficient != 0:
         raise ValueError(f"entropy_coefficient is {objective.entropy_coefficient} but entropy is None; pass the entropy that "
                          "score returns")
     if inputs.entropy is None and objective.correction.entropy_normalized_bound is not None:
@@ -259,9 +255,10 @@ def _existing(objective: Objective, inputs: LossInputs) -> tuple[jax.Array, Loss
     check_token_arrays(**given)
     mask = given.pop("mask")
     finite, selected = select_finite(mask, given.values())
-    arrays = LossInputs(mask=mask, **dict(zip(given, selected, strict=True)))
+    arrays = LossInputs(mask=jnp.asarray(mask, bool), **dict(zip(given, selected, strict=True)))
     detach = jax.lax.stop_gradient
     return finite, arrays._replace(
+        logprobs=clamp(arrays.logprobs, LOGPROB_LIMIT),
         proximal_logprobs=detach(arrays.proximal_logprobs),
         sampler_logprobs=detach(arrays.sampler_logprobs),
         advantages=detach(arrays.advantages),
@@ -280,21 +277,18 @@ def _correct(
     return corrections.correct(_policies(arrays, finite), arrays.advantages, entropy, objective.correction, statistics)
 
 
-def _tokens(objective: Objective, arrays: LossInputs, kept: jax.Array) -> surrogates.Tokens:
-    anchor = {Anchor.PROXIMAL: arrays.proximal_logprobs, Anchor.SAMPLER: arrays.sampler_logprobs}[objective.ratio_anchor]
-    advantages, logprobs = arrays.advantages, arrays.logprobs
-    log_ratio = clamp(difference(logprobs, anchor), objective.log_ratio_limit)
+def _tokens(objective: Objective, arrays: LossInputs, kept: jax.Array) -> Tokens:
+    advantages, logprobs, log_ratio = arrays.advantages, arrays.logprobs, _token_log_ratio(objective, arrays)
     if objective.ratio_level is not Level.TOKEN:
-        log_ratio = clamp(pool(log_ratio, kept, objective.ratio_level), objective.log_ratio_limit)
+        log_ratio = clamp(pool(log_ratio, kept, objective.ratio_level, runs=arrays.mask), objective.log_ratio_limit)
         if objective.token_gradient:
             log_ratio = jax.lax.stop_gradient(log_ratio) + (logprobs - jax.lax.stop_gradient(logprobs))
         else:
             level = Level.SEGMENT if objective.ratio_level is Level.SEGMENT else Level.GEOMETRIC
-            advantages = pool(advantages, kept, level)
-    return surrogates.Tokens(
-        logprobs, log_ratio, advantages, advantages > 0, arrays.proximal_logprobs, arrays.sampler_logprobs, kept
-    )
+            advantages = pool(advantages, kept, level, runs=arrays.mask)
+    return Tokens(logprobs, log_ratio, advantages, arrays.proximal_logprobs, arrays.sampler_logprobs, kept)
 
 
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float))
+def _token_log_ratio(objective: Objective, arrays: LossInputs) -> jax.Array:
+    anchors = {Anchor.PROXIMAL: arrays.proximal_logprobs, Anchor.SAMPLER: arrays.sampler_logprobs}
+    return clamp(difference(arrays.logprobs, anchors[objective.ratio_anchor]), objective.log_ratio_limit)

@@ -11,12 +11,16 @@ and what is added to it: penalties and the entropy bonus. `rl/presets.py` has th
 
 import dataclasses
 import enum
+import math
 
 from rl.advantages import AdvantageOptions
 from rl.corrections import CorrectionOptions
 from rl.denominators import CONSTANT_DENOMINATORS, Denominator
 from rl.ratios import LOG_RATIO_LIMIT, Anchor, Level
-from rl.surrogates import Clip, CovarianceClip, CovariancePenalty, SecondMomentClip, Surrogate
+from rl.surrogates import OF_THE_BATCH, Clip, Surrogate
+
+LARGEST_LIMIT = 40.0
+"""Nats to which log ratios may be clamped."""
 
 
 class KlEstimator(enum.Enum):
@@ -54,7 +58,7 @@ class Objective:
     @property
     def surrogate_needs_batch(self) -> bool:
         """Whether its surrogate depends on the whole minibatch."""
-        return isinstance(self.surrogate, (SecondMomentClip, CovarianceClip, CovariancePenalty))
+        return isinstance(self.surrogate, OF_THE_BATCH)
 
     @property
     def needs_batch(self) -> bool:
@@ -78,12 +82,15 @@ class Objective:
             raise ValueError(f"denominator {self.denominator.value!r} got constant {self.denominator_constant}; it takes none")
         if self.denominator is Denominator.CONSTANT and self.denominator_constant is None:
             raise ValueError("denominator 'constant' wants a constant above 0: give --denominator-constant")
-        for name in ("log_ratio_limit", "denominator_constant"):
-            value = self.__dict__[name]
-            if isinstance(value, (int, float)) and not value > 0:
-                raise ValueError(f"{name} is {value}, wanted above 0")
-        if not 0 <= self.overlong_fraction <= 1 or not self.overlong_penalty >= 0:
-            raise ValueError(f"overlong_fraction is {self.overlong_fraction} and overlong_penalty {self.overlong_penalty}, "
-                             "wanted a fraction of the context and at least 0")
+        if not 0 < self.log_ratio_limit <= LARGEST_LIMIT:
+            raise ValueError(f"log_ratio_limit is {self.log_ratio_limit}, wanted in (0, {LARGEST_LIMIT:g}] nats: beyond it "
+                             "squares of ratios overflow")
+        if self.denominator_constant is not None and not 0 < self.denominator_constant < math.inf:
+            raise ValueError(f"denominator_constant is {self.denominator_constant}, wanted a finite number above 0")
+        for name in ("kl_coefficient", "anchor_penalty", "overlong_penalty"):
+            if not 0 <= self.__dict__[name] < math.inf:
+                raise ValueError(f"{name} is {self.__dict__[name]}, wanted a finite number of at least 0")
+        if not 0 <= self.overlong_fraction <= 1:
+            raise ValueError(f"overlong_fraction is {self.overlong_fraction}, wanted in [0, 1]: a fraction of the context")
         if self.ratio_level in (Level.MAXIMUM, Level.MINIMUM):
             raise ValueError(f"ratio_level is {self.ratio_level.value!r}, wanted token, sequence, geometric or segment")

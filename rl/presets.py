@@ -1,8 +1,9 @@
 """Objectives by paper: what a published method is, in the pieces of `rl/objective.py`.
 
 Each function's docstring gives the source, the constants that the source uses and, where paper and public code disagree, which of
-the two this is. Every preset runs on every old-logprob source; those whose only ratio is to the sampler need none, and are
-cheapest with `--old-logprobs sampler`. Where a constant is not published, the docstring says that the one here is ours.
+the two this is. Where nothing is said of the advantage it is relative to the group, as in GRPO: there is no critic. Where a
+constant is not published, the docstring says that the one here is ours. Every preset runs on every old-logprob source; those
+whose only ratio is to the sampler need none, and are cheapest with `--old-logprobs sampler`.
 
 Left out, for their constants or kernels are not public: SAT (2607.18722), MISC (ERNIE 5.0, 2602.04705), COPC (2610.09597), KPop.
 """
@@ -15,27 +16,19 @@ from collections.abc import Callable
 from rl.advantages import AdvantageEstimator, AdvantageNormalization, AdvantageOptions
 from rl.corrections import CorrectionOptions, Discrepancy
 from rl.denominators import Denominator
+from rl.gates import Band, BinaryKL, Clipped, Kernel, SignedBand, Tapered, TotalVariation, Truncated, Unweighted
 from rl.objective import KlEstimator, Objective
 from rl.ratios import Anchor, Level
 from rl.surrogates import (
-    Band,
-    BinaryKL,
     Clip,
-    Clipped,
     CovarianceClip,
     CovariancePenalty,
     GeometricMean,
     GradientPreservingClip,
     Importance,
-    Kernel,
     Reinforce,
     SecondMomentClip,
-    SignedBand,
     SoftGate,
-    Tapered,
-    TotalVariation,
-    Truncated,
-    Unweighted,
 )
 
 _UNCORRECTED = CorrectionOptions(discrepancy=Discrepancy.NONE)
@@ -53,7 +46,7 @@ def _weighted(weight_cap: float = math.inf, **options) -> CorrectionOptions:
 
 
 def decoupled_ppo() -> Objective:
-    """Decoupled PPO with a filter: arXiv 2605.12070, section 3, and arXiv 2110.00641.
+    """Decoupled PPO with a filter: arXiv 2605.12070, and arXiv 2110.00641.
 
     Clip 0.2 on the staleness ratio; tokens leave whose discrepancy ratio is outside [1/2, 2]. The paper does not state its bound,
     nor whether the ratio also weighs what it keeps: `--discrepancy both` does.
@@ -71,9 +64,10 @@ def ppo_ewma() -> Objective:
 
 
 def tis() -> Objective:
-    """TIS: verl, slime, NeMo, TRL: the discrepancy ratio of a token, at most 2, weighs what PPO's clip leaves.
+    """TIS: verl, slime, NeMo: the discrepancy ratio of a token, at most 2, weighs what PPO's clip leaves.
 
-    verl calls this its decoupled mode. After the clip or before it is the same for a weight, unless there is a dual clip.
+    verl calls this its decoupled mode; TRL's default masks sequences instead, at 3. After the clip or before it is the same for a
+    weight, unless there is a dual clip.
     """
     return Objective(correction=_weighted(2.0))
 
@@ -147,7 +141,7 @@ def dapo() -> Objective:
 def gspo() -> Objective:
     """GSPO: arXiv 2507.18071: the geometric mean of a row's ratios, clipped to [1 - 3e-4, 1 + 4e-4]; mean over rows.
 
-    The gradient goes through the row's ratio, and all its tokens have one advantage.
+    The gradient goes through the row's ratio, and all its tokens have one advantage. verl also caps the row's log ratio at 10.
     """
     return _plain(Clip(3e-4, 4e-4), ratio_level=Level.GEOMETRIC, token_gradient=False, denominator=Denominator.SEQUENCES)
 
@@ -181,8 +175,8 @@ def gppo() -> Objective:
 def m2po() -> Objective:
     """M2PO: arXiv 2510.01161, as its authors' code has it: budget 0.04, the band never tighter than [0.7, 1.5].
 
-    The budget is on the squared log ratios of harmful tokens, to the sampler; it cuts them. The paper's text drops tokens instead
-    (`m2po_drop`).
+    The budget is on the squared log ratios of harmful tokens, which it cuts. The authors' old policy is the one that sampled;
+    here that is the sampler, and `--ratio-anchor proximal` is the trainer's view of it. AReaL drops tokens instead (`m2po_drop`).
     """
     return _of_sampler(SecondMomentClip())
 
@@ -229,8 +223,8 @@ def rloo() -> Objective:
 def reinforce_pp() -> Objective:
     """REINFORCE++: arXiv 2501.03262: rewards whitened over all tokens of the batch; clip 0.2.
 
-    The paper takes 0.01 of a KL estimate (k1) off each token's reward; here the penalty is in the loss, by k2, which has that
-    gradient.
+    The paper takes 0.01 of a KL estimate (k1) off each token's reward, so that a token also answers for those after it; here the
+    penalty is in the loss, by k2, and of each token alone.
     """
     advantage = AdvantageOptions(AdvantageEstimator.RAW, advantage_normalization=AdvantageNormalization.WHITEN)
     return _plain(advantage=advantage, kl_coefficient=0.01, kl_estimator=KlEstimator.K2)
@@ -267,7 +261,8 @@ def topr() -> Objective:
 def dis() -> Objective:
     """DIS of GLM-5: arXiv 2602.15763; SAO: arXiv 2607.07508: the ratio to the sampler as a weight inside [0.7, 6], 0 outside.
 
-    The old policy is left out on purpose. SAO's band for coding is 0.8 and 3; its critic is not a part of this.
+    The old policy is left out on purpose. For coding SAO takes [0.2, 4]: `--band-low 0.8 --band-high 3`. Its critic is not a part
+    of this.
     """
     return _of_sampler(Reinforce(Truncated(), Band(0.3, 5.0)))
 
@@ -275,8 +270,8 @@ def dis() -> Objective:
 def dppo() -> Objective:
     """DPPO, divergence PPO: arXiv 2602.04879, binary total variation 0.15 to the sampler; the ratio as a weight, at most 20.
 
-    Advantages without standard deviation, a row's sum by a constant. The cap is 20 in verl and 10 in Stable-RL; to the proximal
-    policy in place of the sampler's is its "recompute" variant: `--divergence-anchor proximal`.
+    Advantages without standard deviation, a row's sum by a constant and the number of rows, by which Stable-RL does not divide.
+    The cap is 20 in verl, 10 in Stable-RL and 10,000 in the recipe. `--divergence-anchor proximal` is its "recompute" variant.
     """
     return _of_sampler(Reinforce(Truncated(20.0), TotalVariation()), advantage=_CENTERED, denominator=Denominator.SEQUENCE_SUMS)
 
@@ -287,7 +282,11 @@ def dppo_kl() -> Objective:
 
 
 def ipo() -> Objective:
-    """IPO: prime-rl: r A where |p - q| <= 0.1, q the sampler's, and 0.002 of log(ratio)^2 / 2 on all tokens."""
+    """IPO: prime-rl: r A where |p - q| <= 0.1, q the sampler's, and 0.002 of log(ratio)^2 / 2 on all tokens.
+
+    Newer documents have 0.3. prime-rl's own default goes by the sign of the advantage, at 0.2: `--divergence-low 0.2
+    --divergence-high 0.2 --no-both-sides`.
+    """
     return _of_sampler(Importance(TotalVariation(0.1, 0.1, both_sides=True)), anchor_penalty=0.002)
 
 
@@ -366,7 +365,8 @@ def spo_pp() -> Objective:
 def gigpo() -> Objective:
     """GiGPO: arXiv 2505.10978: GRPO, plus the advantage of a turn among the group's turns from the same state; weight 1.
 
-    A turn's return is the outcome, discounted by 0.95 a turn; a KL penalty (k3) of 0.01.
+    A turn's return is the outcome, discounted by 0.95 a turn; a KL penalty (k3) of 0.01. ROLL compares equal states of different
+    prompts too; here they are compared within their prompt.
     """
     return dataclasses.replace(grpo(), advantage=AdvantageOptions(step_weight=1.0, step_discount=0.95), kl_coefficient=0.01)
 

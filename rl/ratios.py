@@ -35,13 +35,15 @@ class Level(enum.Enum):
     MINIMUM = "minimum"  # over the row
 
 
-def pool(values: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
+def pool(values: jax.Array, mask: jax.Array, level: Level, *, runs: jax.Array | None = None) -> jax.Array:
     """Values of tokens, put together at a level.
 
     Args:
       values: float [B, T]; where `mask` is False they may be anything that is finite, and do not matter.
       mask: bool [B, T].
       level: the choice.
+      runs: bool [B, T], whose maximal runs are the segments; by default those of the mask. A token that leaves a turn does not
+        make two of it.
 
     Returns:
       float [B, T]: at each token of the mask the value of what it belongs to; 0 elsewhere, so that a row without tokens has none.
@@ -55,7 +57,7 @@ def pool(values: jax.Array, mask: jax.Array, level: Level) -> jax.Array:
         case Level.GEOMETRIC:
             pooled = divide(jnp.sum(values, axis=1, keepdims=True), jnp.sum(mask, axis=1, keepdims=True))
         case Level.SEGMENT:
-            pooled = _segment_mean(values, mask)
+            pooled = _segment_mean(values, mask, segments(mask if runs is None else runs))
         case Level.MAXIMUM:
             pooled = jnp.max(jnp.where(mask, values, -jnp.inf), axis=1, keepdims=True)
         case Level.MINIMUM:
@@ -108,6 +110,18 @@ def divide(total: jax.Array | float, count: jax.Array) -> jax.Array:
     return jnp.where(count > 0, total / jnp.where(count > 0, count, 1), 0)
 
 
+def ranks(values: jax.Array) -> jax.Array:
+    """int32, of the shape of `values`: the place of each in ascending order, from 0; of equal ones the earlier comes first."""
+    order = jnp.argsort(values, axis=None, stable=True)
+    places = jnp.zeros(values.size, jnp.int32).at[order].set(jnp.arange(values.size, dtype=jnp.int32))
+    return places.reshape(values.shape)
+
+
+def is_number(value) -> bool:
+    """Whether it can be looked at: a traced option cannot."""
+    return isinstance(value, (int, float))
+
+
 def check_token_arrays(**arrays: jax.Array) -> None:
     """Raises ValueError unless all arrays have one shape [B, T]; broadcasting would hide a wrong one."""
     shapes = {name: jnp.shape(array) for name, array in arrays.items()}
@@ -115,8 +129,8 @@ def check_token_arrays(**arrays: jax.Array) -> None:
         raise ValueError(f"per-token arrays have shapes {shapes}, wanted one shape [B, T] for all; broadcast before the call")
 
 
-def _segment_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    numbers, length = segments(mask), mask.shape[1]
+def _segment_mean(values: jax.Array, mask: jax.Array, numbers: jax.Array) -> jax.Array:
+    length = mask.shape[1]
 
     def of_row(numbers, values, mask):
         def total(array):

@@ -1,6 +1,6 @@
 """The reference policy of a KL penalty: the policy that the run starts with, held on to until it ends.
 
-Its published parameters stay on the learner's devices, one version more than without it, and score every batch by the same
+Its published parameters stay on the devices that score, one version more than without it, and score every batch by the same
 `score` that old logprobs come from.
 """
 
@@ -29,9 +29,9 @@ class ReferencePolicy:
         self._params: Params | None = None
 
     def hold(self, params: Params) -> None:
-        """Takes published parameters, in buffers that nobody donates."""
+        """Takes published parameters, in buffers that nobody donates, and keeps them where they are scored."""
         if self.is_on:
-            self._params = params
+            self._params = self._scorer.place(params)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray] | None:
         """Float32 nats, one array [T] a trajectory; None where no reference is asked for. Collective."""
@@ -48,4 +48,4 @@ class ReferencePolicy:
         if self.is_on:
             leaves, structure = jax.tree.flatten(shapes)
             placed = processes.from_whole(list(state), [leaf.sharding for leaf in leaves])
-            self._params = structure.unflatten(placed)
+            self.hold(structure.unflatten(placed))

@@ -11,34 +11,13 @@ A gate decides whether a token counts, a coefficient how much. The ratio itself,
 """
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from rl.ratios import Anchor, Level, clamp, difference, divide, magnitude, pool
-
-
-class Tokens(NamedTuple):
-    """What a surrogate sees; each [B, T], finite, and only `logprobs` and `log_ratio` are differentiated."""
-
-    logprobs: jax.Array  # nats, current policy
-    log_ratio: jax.Array  # nats, current / anchor, at the objective's level
-    advantages: jax.Array
-    positive: jax.Array  # bool: the token is of a good trajectory
-    proximal_logprobs: jax.Array
-    sampler_logprobs: jax.Array
-    kept: jax.Array  # bool: of those that are not, nothing counts
-
-    @property
-    def ratio(self) -> jax.Array:
-        return jnp.exp(self.log_ratio)
-
-    def against(self, anchor: Anchor) -> tuple[jax.Array, jax.Array]:
-        """Detached logprobs of the current policy, and those of an anchor."""
-        anchors = {Anchor.PROXIMAL: self.proximal_logprobs, Anchor.SAMPLER: self.sampler_logprobs}
-        return jax.lax.stop_gradient(self.logprobs), anchors[anchor]
+from rl.gates import Coefficient, Gate, Open, Tokens, Unweighted, outward
+from rl.ratios import Level, divide, is_number, magnitude, pool, ranks
 
 
 class Outcome(NamedTuple):
@@ -47,16 +26,16 @@ class Outcome(NamedTuple):
     objective: jax.Array  # to be maximised
     clipped: jax.Array  # bool: a bound acts, and takes the gradient of r A away or changes it
     dual_clipped: jax.Array  # bool: the dual clip does
+    inactive: jax.Array  # bool: the token has no gradient for it
 
 
 class BatchStatistics(NamedTuple):
-    """What a surrogate needs of the whole minibatch. Scalars."""
+    """What a surrogate needs of the whole minibatch: a row of it for each row, so that microbatches take theirs."""
 
-    clip_low: jax.Array  # SecondMomentClip
-    clip_high: jax.Array
-    advantage_mean: jax.Array  # CovarianceClip, CovariancePenalty
-    logprob_mean: jax.Array
-    least_covariance: jax.Array  # CovariancePenalty: of the tokens that it takes
+    clip_low: jax.Array  # [B, 1], alike in all rows: SecondMomentClip
+    clip_high: jax.Array  # [B, 1]
+    covariance: jax.Array  # [B, T], of the centred advantage and logprob: CovarianceClip
+    penalized: jax.Array  # bool [B, T]: CovariancePenalty
 
 
 # Of the ratio.
@@ -75,11 +54,11 @@ class Clip:
     dual_clip: float | None = None  # above 1
 
     def __call__(self, tokens: Tokens, statistics: BatchStatistics | None = None) -> Outcome:
-        return Outcome(*clipped_objective(tokens.ratio, tokens.advantages, **self.__dict__))
+        return clipped_objective(tokens.ratio, tokens.advantages, **self.__dict__)
 
     def check(self) -> None:
         _check_clip(self.clip_low, self.clip_high)
-        if isinstance(self.dual_clip, (int, float)) and not self.dual_clip > 1:
+        if is_number(self.dual_clip) and not self.dual_clip > 1:
             raise ValueError(f"dual_clip is {self.dual_clip}, wanted above 1, such as 3; None turns it off")
 
 
@@ -91,9 +70,10 @@ class GradientPreservingClip(Clip):
     """
 
     def __call__(self, tokens: Tokens, statistics: BatchStatistics | None = None) -> Outcome:
-        ratio, (objective, clipped, dual_clipped) = tokens.ratio, super().__call__(tokens)
-        carried = jax.lax.stop_gradient(objective / ratio) * ratio
-        return Outcome(jnp.where(clipped & ~dual_clipped, carried, objective), clipped, dual_clipped)
+        ratio, plain = tokens.ratio, super().__call__(tokens)
+        carried = jax.lax.stop_gradient(plain.objective / ratio) * ratio
+        objective = jnp.where(plain.clipped & ~plain.dual_clipped, carried, plain.objective)
+        return plain._replace(objective=objective, inactive=plain.dual_clipped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +81,8 @@ class SecondMomentClip:
     """`Clip` with one band [exp(-tau), exp(tau)] for the minibatch, never tighter than [1 - least_low, 1 + least_high].
 
     M2PO, arXiv 2510.01161, as its authors' code has it: the harmful tokens are those that have moved where their advantage pushes
-    (A > 0 and r > 1, or A < 0 and r < 1); tau is the largest bound for which the mean of their squared log ratios, each cut at
-    tau, is within the budget. The paper's text and AReaL mask instead: `CorrectionOptions.second_moment_budget`.
+    (A > 0 and r > 1, or A < 0 and r < 1); tau is the largest |log r| among them with which the mean of their squares, each cut
+    at its square, is within the budget. AReaL masks instead: `CorrectionOptions.second_moment_budget`.
     """
 
     moment_budget: float = 0.04
@@ -111,8 +91,9 @@ class SecondMomentClip:
 
     def __call__(self, tokens: Tokens, statistics: BatchStatistics | None = None) -> Outcome:
         band = statistics or self.statistics(tokens)
-        bounds = {"clip_low": band.clip_low, "clip_high": band.clip_high}
-        return Outcome(*clipped_objective(tokens.ratio, tokens.advantages, **bounds, dual_clip=None))
+        return clipped_objective(
+            tokens.ratio, tokens.advantages, clip_low=band.clip_low, clip_high=band.clip_high, dual_clip=None
+        )
 
     def statistics(self, tokens: Tokens) -> BatchStatistics:
         """The band, from the whole minibatch. Ends of 1 - exp(-tau) and exp(tau) - 1; all but open where the budget holds."""
@@ -129,11 +110,14 @@ class SecondMomentClip:
         tau = jnp.sqrt(jnp.maximum(jnp.where(first > 0, squares[first - 1] - slack, 0), 0))
         fits = jnp.sum(squares) <= budget * count.astype(squares.dtype)
         low, high = jnp.where(fits, 1, -jnp.expm1(-tau)), jnp.where(fits, 99_999, jnp.expm1(tau))
-        return _neutral(low)._replace(clip_low=jnp.maximum(low, self.least_low), clip_high=jnp.maximum(high, self.least_high))
+        return _neutral(tokens)._replace(
+            clip_low=_in_rows(jnp.maximum(low, self.least_low), tokens),
+            clip_high=_in_rows(jnp.maximum(high, self.least_high), tokens),
+        )
 
     def check(self) -> None:
-        if not self.moment_budget > 0:
-            raise ValueError(f"moment_budget is {self.moment_budget}, wanted above 0, such as 0.04")
+        if not (self.moment_budget > 0 and 0 <= self.least_low <= 1 and self.least_high >= 0):
+            raise ValueError(f"{self}; wanted a budget above 0, least_low in [0, 1] and least_high at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +133,7 @@ class SoftGate:
     def __call__(self, tokens: Tokens, statistics: BatchStatistics | None = None) -> Outcome:
         tau = jnp.where(tokens.advantages > 0, self.tau_positive, self.tau_negative).astype(tokens.logprobs.dtype)
         objective = 4 / tau * jax.nn.sigmoid(tau * (tokens.ratio - 1)) * tokens.advantages
-        return Outcome(objective, *_no_clip(tokens))
+        return _unbounded(objective, tokens)
 
     def check(self) -> None:
         if not (self.tau_positive > 0 and self.tau_negative > 0):
@@ -169,11 +153,12 @@ class GeometricMean:
 
     def __call__(self, tokens: Tokens, statistics: BatchStatistics | None = None) -> Outcome:
         log_ratio, sign = tokens.log_ratio, jnp.sign(tokens.advantages)
-        clipped = _outward(log_ratio, tokens.advantages, -self.log_clip_low, self.log_clip_high)
+        clipped = outward(log_ratio, tokens.advantages, -self.log_clip_low, self.log_clip_high)
         bounded = jnp.where(clipped, jnp.clip(log_ratio, -self.log_clip_low, self.log_clip_high), log_ratio)
         bounded = jnp.where(sign == 0, 0, bounded)
         mean = jnp.exp(pool(bounded, tokens.kept, Level.GEOMETRIC))
-        return Outcome(mean * pool(tokens.advantages, tokens.kept, Level.GEOMETRIC), clipped, jnp.zeros_like(clipped))
+        objective = mean * pool(tokens.advantages, tokens.kept, Level.GEOMETRIC)
+        return _unbounded(objective, tokens)._replace(clipped=clipped, inactive=clipped)
 
     def check(self) -> None:
         if not (self.log_clip_low >= 0 and self.log_clip_high >= 0):
@@ -192,16 +177,23 @@ class CovarianceClip(Clip):
     covariance_high: float = 5.0
 
     def __call__(self, tokens: Tokens, statistics: BatchStatistics | None = None) -> Outcome:
-        objective, clipped, dual_clipped = clipped_objective(
+        plain = clipped_objective(
             tokens.ratio, tokens.advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
         )
-        covariance = _covariance(tokens, statistics or self.statistics(tokens))
-        left_out = ~clipped & (covariance > self.covariance_low) & (covariance < self.covariance_high)
-        return Outcome(jnp.where(left_out, 0, objective), clipped | left_out, dual_clipped)
+        covariance = (statistics or self.statistics(tokens)).covariance
+        left_out = ~plain.clipped & (covariance > self.covariance_low) & (covariance < self.covariance_high)
+        return Outcome(
+            jnp.where(left_out, 0, plain.objective), plain.clipped | left_out, plain.dual_clipped, plain.inactive | left_out
+        )
 
     def statistics(self, tokens: Tokens) -> BatchStatistics:
-        """The two means over the minibatch."""
-        return _means(tokens)
+        """The covariance of each token, for which the means over the minibatch are needed."""
+        return _neutral(tokens)._replace(covariance=_covariance(tokens))
+
+    def check(self) -> None:
+        super().check()
+        if not self.covariance_low < self.covariance_high:
+            raise ValueError(f"{self}; wanted covariance_low below covariance_high")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,179 +207,20 @@ class CovariancePenalty:
     penalty_coefficient: float = 1.0
 
     def __call__(self, tokens: Tokens, statistics: BatchStatistics | None = None) -> Outcome:
-        statistics = statistics or self.statistics(tokens)
-        penalized = _covariance(tokens, statistics) >= statistics.least_covariance
+        penalized = (statistics or self.statistics(tokens)).penalized
         penalty = self.penalty_coefficient * magnitude(tokens.log_ratio)
-        return Outcome(tokens.ratio * tokens.advantages - jnp.where(penalized, penalty, 0), *_no_clip(tokens))
+        return _unbounded(tokens.ratio * tokens.advantages - jnp.where(penalized, penalty, 0), tokens)
 
     def statistics(self, tokens: Tokens) -> BatchStatistics:
-        """The two means over the minibatch, and the least covariance of the tokens that are penalized; at least one is."""
-        statistics = _means(tokens)
-        covariance = jnp.where(tokens.kept, _covariance(tokens, statistics), -jnp.inf)
+        """Which tokens are penalized: at least one, and of equal ones the earlier."""
+        covariance = jnp.where(tokens.kept, _covariance(tokens), -jnp.inf)
         count = jnp.sum(tokens.kept, dtype=jnp.int32).astype(covariance.dtype)
         num_penalized = jnp.maximum(jnp.floor(count * self.penalized_fraction).astype(jnp.int32), 1)
-        least = -jnp.sort(-covariance, axis=None)[num_penalized - 1]
-        return statistics._replace(least_covariance=least)
+        return _neutral(tokens)._replace(penalized=tokens.kept & (ranks(-covariance) < num_penalized))
 
     def check(self) -> None:
-        if not 0 < self.penalized_fraction <= 1:
-            raise ValueError(f"penalized_fraction is {self.penalized_fraction}, wanted in (0, 1]")
-
-
-# Gates: which tokens count.
-
-
-@dataclasses.dataclass(frozen=True)
-class Open:
-    """All of them."""
-
-    def __call__(self, tokens: Tokens) -> jax.Array:
-        return jnp.ones_like(tokens.kept)
-
-
-@dataclasses.dataclass(frozen=True)
-class SignedBand:
-    """Not where the ratio to an anchor has left [1 - low, 1 + high] on the side that the advantage pushes to: PPO's clip, a mask.
-
-    To the proximal policy: MiniRL, arXiv 2512.01374. To the policy of the ratio itself: the unified mask of ROLL's CISPO.
-    """
-
-    band_low: float = 0.2
-    band_high: float = 0.28
-    band_anchor: Anchor = Anchor.PROXIMAL
-
-    def __call__(self, tokens: Tokens) -> jax.Array:
-        ratio = jnp.exp(clamp(difference(*tokens.against(self.band_anchor))))
-        return ~_outward(ratio, tokens.advantages, 1 - self.band_low, 1 + self.band_high)
-
-
-@dataclasses.dataclass(frozen=True)
-class Band:
-    """Only where the ratio lies in [1 - low, 1 + high], whatever the advantage.
-
-    DIS of GLM-5, arXiv 2602.15763, and SAO, arXiv 2607.07508; as a band of the log ratio, Kimi K2.5, arXiv 2602.02276.
-    """
-
-    band_low: float = 0.3
-    band_high: float = 5.0
-
-    def __call__(self, tokens: Tokens) -> jax.Array:
-        ratio = tokens.ratio
-        return (ratio >= 1 - self.band_low) & (ratio <= 1 + self.band_high)
-
-
-@dataclasses.dataclass(frozen=True)
-class TotalVariation:
-    """Not where the token's probability has moved too far: p - q > high where A > 0, p - q < -low where A <= 0.
-
-    DPPO, arXiv 2602.04879, binary total variation. q is the anchor's probability: the sampler's in the paper, the proximal one in
-    its "recompute" variant. `both_sides` closes on |p - q| whatever the advantage: IPO of prime-rl.
-    """
-
-    divergence_low: float = 0.15
-    divergence_high: float = 0.15
-    divergence_anchor: Anchor = Anchor.SAMPLER
-    both_sides: bool = False
-
-    def __call__(self, tokens: Tokens) -> jax.Array:
-        logprobs, anchor = tokens.against(self.divergence_anchor)
-        change = jnp.exp(logprobs) - jnp.exp(anchor)
-        if self.both_sides:
-            return (change >= -self.divergence_low) & (change <= self.divergence_high)
-        return ~_outward(change, tokens.advantages, -self.divergence_low, self.divergence_high)
-
-
-@dataclasses.dataclass(frozen=True)
-class BinaryKL:
-    """Not where the KL divergence of the two-point distributions (q, 1 - q) and (p, 1 - p) is above a bound, and p moved outward.
-
-    DPPO, arXiv 2602.04879, binary KL; the anchor as in `TotalVariation`.
-    """
-
-    divergence_low: float = 0.05
-    divergence_high: float = 0.05
-    divergence_anchor: Anchor = Anchor.SAMPLER
-
-    def __call__(self, tokens: Tokens) -> jax.Array:
-        logprobs, anchor = tokens.against(self.divergence_anchor)
-        divergence = binary_kl(anchor, logprobs)
-        away = jnp.where(tokens.advantages > 0, logprobs > anchor, logprobs < anchor)
-        bound = jnp.where(tokens.advantages > 0, self.divergence_high, self.divergence_low)
-        return ~(away & (divergence > bound.astype(divergence.dtype)))
-
-
-# Coefficients: how much a token counts, and where that is less or more than r for a bound.
-
-
-@dataclasses.dataclass(frozen=True)
-class Unweighted:
-    """1: the policy gradient of tokens, whoever sampled them."""
-
-    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-        return jnp.ones_like(tokens.log_ratio), jnp.zeros_like(tokens.kept)
-
-
-@dataclasses.dataclass(frozen=True)
-class Truncated:
-    """min(r, cap): truncated importance sampling."""
-
-    ratio_cap: float = math.inf
-
-    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-        return jnp.minimum(tokens.ratio, self.ratio_cap), tokens.ratio > self.ratio_cap
-
-
-@dataclasses.dataclass(frozen=True)
-class Clipped:
-    """clip(r, 1 - low, 1 + high): no token loses its gradient. CISPO of MiniMax-M1, arXiv 2506.13585.
-
-    The original has no lower bound (low = 1). verl, NeMo and tinker use both.
-    """
-
-    ratio_low: float = 1.0
-    ratio_high: float = 0.28
-
-    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-        bounded = jnp.clip(tokens.ratio, 1 - self.ratio_low, 1 + self.ratio_high)
-        return bounded, bounded != tokens.ratio
-
-
-@dataclasses.dataclass(frozen=True)
-class Tapered:
-    """1 for tokens of good trajectories, and clip(r, 0, 1) for those of bad ones.
-
-    TOPR, arXiv 2503.14286. The paper takes the ratio of whole sequences; ROLL and Trinity that of each token; at the level of
-    segments it is the weight of IPA (ROME, arXiv 2512.24873).
-    """
-
-    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-        return jnp.where(tokens.positive, 1, jnp.minimum(tokens.ratio, 1)), ~tokens.positive & (tokens.ratio > 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """phi(w) = exp(lambda + k log w - lambda w), with phi(1) = 1 and its peak at w = k / lambda; w the ratio of whole sequences.
-
-    VESPO, arXiv 2602.10693, with the constants of the authors' code, which are not those of its docstring. The pair of constants
-    goes by the sign of the advantage, 0 counting as positive.
-    """
-
-    k_positive: float = 2.0
-    lambda_positive: float = 3.0
-    k_negative: float = 3.0
-    lambda_negative: float = 2.0
-
-    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-        def choose(positive: float, negative: float) -> jax.Array:
-            return jnp.where(tokens.advantages >= 0, positive, negative).astype(tokens.log_ratio.dtype)
-
-        k = choose(self.k_positive, self.k_negative)
-        slope = choose(self.lambda_positive, self.lambda_negative)
-        return jnp.exp(slope + k * tokens.log_ratio - slope * tokens.ratio), jnp.zeros_like(tokens.kept)
-
-
-Gate = Open | SignedBand | Band | TotalVariation | BinaryKL
-Coefficient = Unweighted | Truncated | Clipped | Tapered | Kernel
+        if not (0 < self.penalized_fraction <= 1 and self.penalty_coefficient >= 0):
+            raise ValueError(f"{self}; wanted penalized_fraction in (0, 1] and penalty_coefficient at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,10 +231,11 @@ class Importance:
 
     def __call__(self, tokens: Tokens, statistics: BatchStatistics | None = None) -> Outcome:
         is_open = self.gate(tokens)
-        return Outcome(jnp.where(is_open, tokens.ratio * tokens.advantages, 0), ~is_open, jnp.zeros_like(is_open))
+        objective = jnp.where(is_open, tokens.ratio * tokens.advantages, 0)
+        return _unbounded(objective, tokens)._replace(clipped=~is_open, inactive=~is_open)
 
     def check(self) -> None:
-        """Every constant of a gate has a meaning."""
+        self.gate.check()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,75 +249,77 @@ class Reinforce:
         is_open = self.gate(tokens)
         coefficient, bounded = self.coefficient(tokens)
         coefficient = jax.lax.stop_gradient(jnp.where(is_open, coefficient, 0))
-        return Outcome(coefficient * tokens.advantages * tokens.logprobs, ~is_open | bounded, jnp.zeros_like(is_open))
+        objective = coefficient * tokens.advantages * tokens.logprobs
+        return _unbounded(objective, tokens)._replace(clipped=~is_open | bounded, inactive=~is_open)
 
     def check(self) -> None:
-        """Every constant of a gate and of a coefficient has a meaning."""
+        self.coefficient.check()
+        self.gate.check()
 
 
 Surrogate = (Clip | GradientPreservingClip | SecondMomentClip | SoftGate | GeometricMean | CovarianceClip | CovariancePenalty
              | Importance | Reinforce)  # fmt: skip
+
+OF_THE_BATCH = (SecondMomentClip, CovarianceClip, CovariancePenalty)
+"""Those that have `statistics`."""
 
 
 # What they are made of.
 
 
 def clipped_objective(
-    ratio: jax.Array, advantages: jax.Array, *, clip_low: float, clip_high: float, dual_clip: float | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ratio: jax.Array,
+    advantages: jax.Array,
+    *,
+    clip_low: float | jax.Array,
+    clip_high: float | jax.Array,
+    dual_clip: float | None,
+) -> Outcome:
     """min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A); where A < 0 and dual_clip is given, at least dual_clip A.
 
     The minimum is written as the choice it makes, so that a ratio exactly on the end of the band, such as 1 with clip_low = 0,
     has its whole gradient and not a share of a tie.
 
     Returns:
-      The objective, float32 [B, T]; where the clip is active: A > 0 and ratio > 1 + clip_high, or A < 0 and ratio < 1 - clip_low;
-      and where the dual clip is active: A < 0 and ratio > dual_clip. The gradient is 0 where either is.
+      The objective, float [B, T]; `clipped` where A > 0 and ratio > 1 + clip_high, or A < 0 and ratio < 1 - clip_low;
+      `dual_clipped` where A < 0 and ratio > dual_clip. The gradient is 0 where either is.
     """
     clipped_ratio = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    clipped = _outward(ratio, advantages, 1 - clip_low, 1 + clip_high)
+    clipped = outward(ratio, advantages, 1 - clip_low, 1 + clip_high)
     objective = jnp.where(clipped, clipped_ratio, ratio) * advantages
     if dual_clip is None:
-        return objective, clipped, jnp.zeros_like(clipped)
+        return Outcome(objective, clipped, jnp.zeros_like(clipped), clipped)
     dual_clipped = (advantages < 0) & (ratio > dual_clip)
-    return jnp.where(dual_clipped, dual_clip * advantages, objective), clipped, dual_clipped
+    objective = jnp.where(dual_clipped, dual_clip * advantages, objective)
+    return Outcome(objective, clipped, dual_clipped, clipped | dual_clipped)
 
 
-def binary_kl(logprobs: jax.Array, other_logprobs: jax.Array) -> jax.Array:
-    """KL((q, 1 - q) || (p, 1 - p)) in nats, from log q and log p; 1e-8 keeps certain tokens finite, as in verl."""
-    q, rest, other_rest = jnp.exp(logprobs), -jnp.expm1(logprobs) + 1e-8, -jnp.expm1(other_logprobs) + 1e-8
-    return q * (logprobs - other_logprobs) - jnp.expm1(logprobs) * jnp.log(rest / other_rest)
+def _unbounded(objective: jax.Array, tokens: Tokens) -> Outcome:
+    nowhere = jnp.zeros_like(tokens.kept)
+    return Outcome(objective, nowhere, nowhere, nowhere)
 
 
-def _outward(value: jax.Array, advantages: jax.Array, low: float, high: float) -> jax.Array:
-    """Where a value has left [low, high] on the side that its advantage pushes to; never where A = 0."""
-    return ((advantages > 0) & (value > high)) | ((advantages < 0) & (value < low))
+def _covariance(tokens: Tokens) -> jax.Array:
+    """(A - mean A) (log p - mean log p) [B, T], the means over the kept tokens of the minibatch."""
+    def centered(values):
+        return values - divide(jnp.sum(jnp.where(tokens.kept, values, 0)), jnp.sum(tokens.kept))
+
+    return centered(tokens.advantages) * centered(jax.lax.stop_gradient(tokens.logprobs))
 
 
-def _no_clip(tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    return jnp.zeros_like(tokens.kept), jnp.zeros_like(tokens.kept)
+def _in_rows(scalar: jax.Array, tokens: Tokens) -> jax.Array:
+    """[B, 1]"""
+    return jnp.full((tokens.kept.shape[0], 1), scalar)
 
 
-def _means(tokens: Tokens) -> BatchStatistics:
-    def mean(values):
-        return divide(jnp.sum(jnp.where(tokens.kept, values, 0)), jnp.sum(tokens.kept))
-
-    logprobs = jax.lax.stop_gradient(tokens.logprobs)
-    return _neutral(logprobs)._replace(advantage_mean=mean(tokens.advantages), logprob_mean=mean(logprobs))
-
-
-def _covariance(tokens: Tokens, statistics: BatchStatistics) -> jax.Array:
-    logprobs = jax.lax.stop_gradient(tokens.logprobs)
-    return (tokens.advantages - statistics.advantage_mean) * (logprobs - statistics.logprob_mean)
-
-
-def _neutral(like: jax.Array) -> BatchStatistics:
-    return BatchStatistics(*[jnp.zeros((), like.dtype)] * len(BatchStatistics._fields))
+def _neutral(tokens: Tokens) -> BatchStatistics:
+    zero = _in_rows(jnp.zeros((), tokens.logprobs.dtype), tokens)
+    return BatchStatistics(zero, zero, zero, zero > 0)
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:
     """Python numbers only: a traced option cannot be read here."""
-    if isinstance(clip_low, (int, float)) and not 0 <= clip_low <= 1:
+    if is_number(clip_low) and not 0 <= clip_low <= 1:
         raise ValueError(f"clip_low is {clip_low}, wanted in [0, 1]: the ratio is clipped below at 1 - clip_low")
-    if isinstance(clip_high, (int, float)) and not clip_high >= 0:
+    if is_number(clip_high) and not clip_high >= 0:
         raise ValueError(f"clip_high is {clip_high}, wanted at least 0: the ratio is clipped above at 1 + clip_high")

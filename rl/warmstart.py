@@ -96,7 +96,7 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
     optimizer = OptimizerOptions(learning_rate=options.learning_rate, warmup_updates=options.updates // 10,
                                  decay_updates=options.updates - options.updates // 10).make()
 
-    def imitation_loss(params, microbatch, _):
+    def imitation_loss(params, microbatch):
         rows, is_valid, mask, weights = microbatch
         logprobs = score(model, params, rows, is_valid, temperature=1.0).logprobs
         return -jnp.sum(jnp.where(mask, weights[:, None] * logprobs, 0.0)), ({}, ())

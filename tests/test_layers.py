@@ -21,8 +21,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = {
     "types": ("types",),
     "cores": (
-        "logprobs", "ratios", "advantages", "returns", "corrections", "surrogates", "denominators", "objective", "presets",
-        "loss_metrics", "losses", "effective_bounds", "batching", "delta", "delta_record", "sampling",
+        "logprobs", "ratios", "advantages", "returns", "corrections", "gates", "surrogates", "denominators", "objective",
+        "presets", "loss_metrics", "losses", "effective_bounds", "batching", "delta", "delta_record", "sampling",
     ),
     "shells": (
         "environments", "admission", "engine", "sampling_programs", "sampler", "rollout", "snapshots", "snapshot_store",

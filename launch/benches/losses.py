@@ -157,13 +157,13 @@ def _show(figures: dict[str, float | int | str], shares: dict[str, float], of_ba
     rows = [("", "milliseconds", "share of a step", "its step takes")]
     for name in sorted(shares, key=shares.get, reverse=True):
         forwards = "a forward more" if name in of_batch else ""
-        rows.append((name, f"{1000 * shares[name] * step:.2f}", f"{shares[name]:.3%}", forwards))
+        rows.append((name, f"{1000 * shares[name] * step:.2f}", f"{shares[name]:.4%}", forwards))
     display.table("loss and correction, with their gradient", rows)
     display.table("beside the train step", [
         ("parameters", f"{figures['params']:,}"),
         ("a batch", f"{figures['rows']} rows of {figures['length']} tokens"),
         ("a plain step", f"{step:.3g} s"),
         (f"a step with a forward more ({of_batch[0]})", f"{figures['batch_statistics_step_over_plain']:.2f} x as long"),
-        ("the dearest loss", f"{figures['worst_preset']}, {worst:.3%} of a plain step"),
+        ("the dearest loss", f"{figures['worst_preset']}, {worst:.4%} of a plain step"),
         (f"{LIMIT:.0%} or less", "yes" if worst <= LIMIT else "NO"),
     ])  # fmt: skip

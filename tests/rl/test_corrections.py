@@ -14,7 +14,6 @@ import pytest
 from rl.corrections import (
     Correction,
     CorrectionOptions,
-    CorrectionStatistics,
     Discrepancy,
     Policies,
     Statistic,
@@ -22,9 +21,9 @@ from rl.corrections import (
     correction_statistics,
     discrepancy,
     entropy_normalized,
-    largest_square,
     off_policy_negatives,
     within,
+    within_second_moment,
 )
 from rl.loss_metrics import finalize_metrics, metric_sums
 from rl.ratios import LOG_RATIO_LIMIT, Level, pool
@@ -68,6 +67,7 @@ OPTIONS = {
         second_moment_budget=0.2,
     ),
 }  # fmt: skip
+BATCHED = {name: options for name, options in OPTIONS.items() if options.needs_batch}
 EVERY_OPTION = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
@@ -312,16 +312,23 @@ def test_entropy_normalized_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("budget", "largest", "kept"), [(0.04, 0.2, 3), (0.0024, 0.05, 1), (0.1, 0.4, 4), (9.0, 0.8, 5), (1e-9, 0.05, 1)]
+    ("budget", "largest", "num_kept"), [(0.04, 0.2, 3), (0.0024, 0.05, 1), (0.1, 0.4, 4), (9.0, 0.8, 5), (1e-9, 0.05, 1)]
 )
-def test_largest_square_by_hand(budget, largest, kept):
+def test_second_moment_by_hand(budget, largest, num_kept):
     """The mean of 0.05^2, 0.1^2, 0.2^2 is 0.0175, and with 0.4^2 it is 0.053; one token stays, whatever the budget."""
     log_ratios, mask = np.array([[0.8, -0.05, 0.1], [9, -0.4, 0.2]]), np.array([[1, 1, 1], [0, 1, 1]], bool)
-    proximal, _, padded_mask = tokens_of(log_ratios, log_ratios, mask)
-    np.testing.assert_allclose(largest_square(proximal, padded_mask, budget=budget), largest**2, rtol=1e-6)
     found = by_hand(replace(UNUSED, second_moment_budget=budget), log_ratios, mask, current=np.zeros((2, 3))).kept
     np.testing.assert_array_equal(found, mask & (np.abs(log_ratios) < largest + 1e-4))
-    assert np.sum(found) == kept
+    assert np.sum(found) == num_kept
+
+
+@pytest.mark.parametrize(("log_ratios", "budget", "kept"), [
+    ([[5.0, 5, 5, 5]], 0.04, [[True, False, False, False]]),
+    ([[0.06**0.5, 0, -(0.06**0.5), 0.06**0.5]], 0.035, [[True, True, False, False]]),
+])  # fmt: skip
+def test_of_equal_squares_the_earlier_stay(log_ratios, budget, kept):
+    found = within_second_moment(jnp.asarray(log_ratios), jnp.ones((1, 4), bool), budget=budget)
+    np.testing.assert_array_equal(found, kept)
 
 
 def test_the_total_ratio_is_capped_by_lifting_the_sampler():
@@ -462,27 +469,23 @@ def test_compiled_and_traced_options_compute_the_same():
     np.testing.assert_allclose(compiled.weights, eager.weights, rtol=1e-6)
 
 
-@EVERY_OPTION
+@pytest.mark.parametrize("options", BATCHED.values(), ids=BATCHED)
 def test_parts_with_the_statistics_of_the_whole_are_as_the_whole(options):
     whole = corrected(Batch.arrays, Batch.mask, options)
     statistics = correction_statistics(Policies(*Batch.arrays[:3], Batch.mask), options)
     for rows in (slice(0, 2), slice(2, 4)):  # the other rows are there, so that no new shape is compiled, and not in the mask
         mask = np.zeros_like(Batch.mask)
         mask[rows] = Batch.mask[rows]
-        part = corrected(Batch.arrays, mask, options, statistics)
+        part = corrected(Batch.arrays, mask, options, statistics)  # rows of it are these rows' own
         assert_same(Correction(*(array[rows] for array in part)), Correction(*(array[rows] for array in whole)))
-    assert options.needs_batch or statistics == CorrectionStatistics(1.0, np.inf)
 
 
 def test_which_options_need_what():
-    assert {name for name, options in OPTIONS.items() if options.needs_batch} == {
-        "normalized", "normalized-sequence", "normalized-segment", "total", "moment", "all"}  # fmt: skip
-    assert {name for name, options in OPTIONS.items() if not options.needs_proximal} == {"none", "off-policy", "entropy"}
-    for options in OPTIONS.values():
-        if not options.needs_proximal:
-            current, proximal, *others = Batch.arrays
-            found = corrected((current, proximal[::-1], *others), Batch.mask, options)
-            assert_same(found._replace(log_ratio=0), corrected(Batch.arrays, Batch.mask, options)._replace(log_ratio=0))
+    assert set(BATCHED) == {"normalized", "normalized-sequence", "normalized-segment", "total", "moment", "all"}
+    policies = Policies(*Batch.arrays[:3], Batch.mask)
+    weight_mean, within_budget = correction_statistics(policies, OPTIONS["both"])
+    np.testing.assert_array_equal(weight_mean, np.ones((len(Batch.mask), 1)))
+    np.testing.assert_array_equal(within_budget, Batch.mask)
 
 
 logprob_arrays = hypothesis.extra.numpy.arrays(np.float32, Batch.mask.shape, elements=st.floats(-30, 0, width=32))
@@ -570,7 +573,8 @@ def test_options_out_of_range_are_refused(options, message):
         ({"rejection_high": 1.0}, "rejection is None with the ends None and 1.0"),
         ({"rejection": Statistic.K1, "rejection_low": 2.0, "rejection_high": 1.0}, "keeps from 2.0 to 1.0, which is nothing"),
         ({"rejection": Statistic.RATIO, "rejection_low": -0.7}, "wanted at least 0; give no logarithms"),
-        ({"total_ratio_cap": 2.0}, "total_ratio_cap is 2.0 but discrepancy is Discrepancy.MASK"),
+        ({"total_ratio_cap": 2.0}, "total_ratio_cap is 2.0 but discrepancy is 'mask', which weights nothing"),
+        ({"normalize_weights": True}, "normalize_weights is True but discrepancy is 'mask'"),
         ({"discrepancy": Discrepancy.WEIGHT, "total_ratio_cap": 0.0}, "total_ratio_cap is 0.0, wanted above 0"),
         ({"veto": 0.0}, "veto is 0.0, wanted above 0"),
         ({"off_policy_drift": -0.1}, "off_policy_drift is -0.1, wanted at least 0"),

@@ -41,7 +41,7 @@ def evaluate(case: Case, precision: str, options: CorrectionOptions, *rejections
         policies = Policies(proximal, proximal, sampler, mask)
         found, factor = correct(policies, zeros, zeros, options), jnp.ones((), proximal.dtype)
         if options.normalize_weights:
-            factor = correction_statistics(policies, options).weight_mean
+            factor = correction_statistics(policies, options).weight_mean[0, 0]
             found = found._replace(weights=jnp.where(mask, found.weights * factor, 1))
         for rejection in rejections:
             found = found._replace(kept=found.kept & within(proximal, sampler, mask, **rejection))

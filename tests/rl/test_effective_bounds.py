@@ -27,6 +27,7 @@ OPTIONS = {"clip_low": 0.2, "clip_high": 0.2, "discrepancy_bound": 2.0}
     (Proxy.LOG_LINEAR, 1.0, (0.8, 1.2, 0, math.inf)),
     (Proxy.LINEAR, 0.0, (0, math.inf, 0.5, 2)),
     (Proxy.LOG_LINEAR, 0.0, (0, math.inf, 0.5, 2)),
+    (Proxy.LOG_LINEAR, 1e-4, (0, math.inf, 0.49997, 2.00014)),  # 1.2^10,000 is more than a number can be
 ])  # fmt: skip
 def test_bounds_by_hand(proxy, share, bounds):
     found = effective_bounds(proxy, sampler_share=share, **OPTIONS)
@@ -57,6 +58,14 @@ def test_the_active_tokens_are_those_of_the_two_ratios(proxy, share):
     assert clear.mean() > 0.999 and 0.01 < clipped.mean() < 0.99 and 0.01 < kept.mean() < 1
     np.testing.assert_array_equal(np.asarray(found.correction.kept)[clear], kept[clear])
     np.testing.assert_array_equal(np.asarray(found.outcome.clipped)[clear], clipped[clear])
+
+
+@pytest.mark.parametrize("proxy", Proxy)
+def test_a_ratio_that_is_always_1_meets_no_bound(proxy):
+    """Not even one at 1."""
+    assert effective_bounds(proxy, sampler_share=0.0, clip_low=0.0, clip_high=0.0, discrepancy_bound=2.0).clip_high == math.inf
+    bounds = effective_bounds(proxy, sampler_share=1.0, clip_low=0.2, clip_high=0.2, discrepancy_bound=1.0)
+    assert (bounds.mask_low, bounds.mask_high) == (0, math.inf)
 
 
 def test_arguments_out_of_range_are_refused():

@@ -146,14 +146,16 @@ def plain_loss(logprobs, proximal, sampler, advantages, mask, entropy, options):
         clipped_ratio = min(max(staleness_ratio, 1 - options["clip_low"]), 1 + options["clip_high"])
         objective = min(staleness_ratio * advantage, clipped_ratio * advantage)
         clipped = objective < staleness_ratio * advantage
-        if advantage < 0:
+        dual = advantage < 0 and staleness_ratio > options["dual_clip"]
+        if dual:
             objective = max(objective, options["dual_clip"] * advantage)
         if options["discrepancy"] in (Discrepancy.WEIGHT, Discrepancy.BOTH):
             objective *= min(discrepancy_ratio, options["weight_cap"])
         in_band = 1 / options["discrepancy_bound"] <= discrepancy_ratio <= options["discrepancy_bound"]
         kept = in_band or options["discrepancy"] in (Discrepancy.NONE, Discrepancy.WEIGHT)
         total -= kept * (objective + options["entropy_coefficient"] * float(entropy[t]))
-        num_clipped, num_kept, num_active = num_clipped + clipped, num_kept + kept, num_active + (kept and not clipped)
+        num_clipped, num_kept = num_clipped + clipped, num_kept + kept
+        num_active += kept and not clipped and not dual
     return total / mask.sum(), num_clipped, num_kept, num_active
 
 

@@ -289,9 +289,10 @@ def test_kl_penalties(case, precision):
             return jnp.sum(jnp.asarray(weights, dtype) * jnp.where(case.mask, penalty, 0)), penalty
 
         (_, penalty), gradient = jax.value_and_grad(weighted, has_aux=True)(logprobs)
-    for name, ours in (("loss_mat", np.where(case.mask, penalty, 0)), ("grad", gradient)):
-        # In float32 exp(-d) - 1 + d keeps few digits where d is small; theirs even fewer, so their float64 is the measure.
-        slack = 4 * np.finfo(dtype).eps * np.abs(logprobs - reference)
+    # In float32 exp(-d) - 1 + d keeps few digits where d is small; theirs even fewer, so their float64 is the measure.
+    eps = np.finfo(dtype).eps
+    of_values, of_gradients = 4 * eps * np.abs(logprobs - reference), np.broadcast_to(eps * weights, case.mask.shape)
+    for name, ours, slack in (("loss_mat", np.where(case.mask, penalty, 0), of_values), ("grad", gradient, of_gradients)):
         for (mine, theirs), (allowed, _) in zip(
             cropped(ours, case.expected(name, "f64")), cropped(slack, case.expected(name, "f64")), strict=True
         ):

@@ -55,7 +55,8 @@ def test_threads_writes_its_figures(tmp_path, capsys):
     assert "share of ideal" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_small_ring_is_filled_and_walked(tmp_path, capsys, dtype):
     path = tmp_path / "figures.json"
     options = ["--shape", "small_3m", "--versions", "3", "--warmup-updates", "2", "--rows", "1", "--length", "8"]

@@ -162,6 +162,7 @@ def test_meshes_microbatches_rematerialisation_and_padding_change_nothing(capfd,
         assert all(jax.tree.leaves(lies_there))
 
 
+@pytest.mark.slow
 def test_an_objective_that_depends_on_the_minibatch_is_one_update_however_it_is_divided():
     """A band and weights that only all rows together decide, and a denominator of what is kept."""
     correction = CorrectionOptions(discrepancy=Discrepancy.BOTH, normalize_weights=True, second_moment_budget=0.005)

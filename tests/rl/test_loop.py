@@ -27,7 +27,7 @@ from tests.tiny import MAX_LENGTH, assert_same_weights, rows_of, tiny_config, ti
     ("devices", "precision"),
     [
         ((1, 1, 1), Precision.FLOAT32),
-        ((1, 8, 1), Precision.FLOAT32),
+        pytest.param((1, 8, 1), Precision.FLOAT32, marks=pytest.mark.slow),
         ((2, 2, 2), Precision.BFLOAT16),
     ],
 )
@@ -45,6 +45,7 @@ def test_ring_replay_is_bitwise_what_was_scored_live(tmp_path, devices, precisio
     assert row["engine_numerics_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_replays_bitwise(tmp_path):
     config = tiny_config()
     config = dataclasses.replace(

@@ -238,29 +238,21 @@ def test_loss_terms_and_gradient(case, precision):
         ratio = np.exp(arrays.logprobs - arrays.proximal_logprobs)
         band = (1 - statistics.surrogate.clip_low, 1 + statistics.surrogate.clip_high)
         compared = np.all([np.abs(ratio - end) > 3e-6 for end in band], axis=0) | ~case.mask
-    outputs = {"grad": gradient, "loss_mat": losses}
+    kept, outcome = tokens.correction.kept, tokens.outcome
+    outputs = {
+        "grad": gradient,
+        "loss_mat": losses,
+        # Of AReaL: where the clip acts, where the dual clip does, and what is kept with which weight.
+        "clip_mask": kept & outcome.clipped,
+        "dual_clip_mask": kept & outcome.dual_clipped,
+        "behave_mask": kept & (tokens.correction.weights > 0),
+        "behave_imp_weight": np.where(kept, tokens.correction.weights, 0),
+    }
     for name in filter(case.has, outputs):
         are_compared = cropped(compared if name == "grad" else np.ones_like(compared), case.expected(name, precision))
         pairs = cropped(outputs[name], case.expected(name, precision))
         for dataset, (mine, theirs), (chosen, _) in zip(case.datasets, pairs, are_compared, strict=True):
             assert_near(np.where(chosen, mine, theirs), theirs, tolerance, f"{name} on {dataset}")
-
-
-@pytest.mark.parametrize("case", cases("losses/decoupled_areal"), ids=repr)
-def test_masks_of_areal(case):
-    """Where the clip acts, where the dual clip does, and what is kept with which weight."""
-    inputs = arrays_of(case)
-    tokens = evaluate(objective_of(case), inputs, token_weights(case).astype(np.float32))[1]
-    kept = tokens.correction.kept
-    found = {
-        "clip_mask": kept & tokens.outcome.clipped,
-        "dual_clip_mask": kept & tokens.outcome.dual_clipped,
-        "behave_mask": kept & (tokens.correction.weights > 0),
-        "behave_imp_weight": np.where(kept, tokens.correction.weights, 0),
-    }
-    for name in filter(case.has, found):
-        for mine, theirs in cropped(found[name], case.expected(name, "f32")):
-            assert_near(mine, theirs, 1e-5, name)
 
 
 @pytest.mark.parametrize("case", cases("losses/stable_rl_dppo_minirl"), ids=repr)

@@ -75,6 +75,7 @@ def test_groups_of_equal_rewards_are_replaced_and_not_padded(tmp_path, monkeypat
         assert np.all(trained) and np.all(np.abs(batch.advantages).max(axis=1) > 0)
 
 
+@pytest.mark.slow
 def test_long_episodes_lose_reward(tmp_path, monkeypatch):
     """Over the last part of the context, in a straight line; the rest keep theirs."""
     objective = dataclasses.replace(

@@ -59,9 +59,8 @@ def telling(*names: str) -> list:
     return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in PRESETS]
 
 
-# One for each surrogate, gate, coefficient, level and kind of correction; the others differ from them in constants.
-TELLING = ("decoupled_ppo", "ppo_ewma", "icepop", "grpo", "gspo", "gmpo", "sapo", "gppo", "m2po", "m2po_drop", "kl_cov", "cispo",
-           "dppo", "vespo", "ipa", "opsm")  # fmt: skip
+# Rows, turns and minibatches beside tokens, with and without weights; the others differ from them in formulas of single tokens.
+TELLING = ("decoupled_ppo", "icepop", "grpo", "gspo", "m2po", "m2po_drop", "kl_cov", "vespo", "ipa")
 presets = pytest.mark.parametrize("name", telling(*TELLING))
 
 
@@ -128,7 +127,7 @@ def test_on_policy_every_objective_is_the_policy_gradient(name):
     assert metrics["discrepancy_kl"] == metrics["staleness_kl"] == metrics["discrepancy_masked_fraction"] == 0
 
 
-@pytest.mark.parametrize("name", telling("sequence_mis", "vespo", "gspo", "gmpo", "m2po"))
+@pytest.mark.parametrize("name", telling("vespo", "gmpo"))
 def test_extreme_ratios_stay_finite(name):
     """Policies 90 nats apart on either side, in rows of 2,000 tokens of +-0.05 nats beside them."""
     generator = np.random.default_rng(5)
@@ -223,19 +222,21 @@ def test_what_depends_on_the_minibatch_is_refused_without_it():
 # By hand.
 
 
-def terms_by_hand(objective: Objective, current, anchor, advantages, *, proximal=None, entropy=None):
-    """Loss and gradient of one row, summed; probabilities in, and the anchor is the sampler unless a proximal one is given."""
-    current, anchor = (np.log(np.float32([values])) for values in (current, anchor))
-    proximal = anchor if proximal is None else np.log(np.float32([proximal]))
-    inputs = LossInputs(current, proximal, anchor, np.float32([advantages]), np.ones(current.shape, bool),
-                        None if entropy is None else np.float32([entropy]))  # fmt: skip
+def terms_by_hand(objective: Objective, current, anchor, advantages):
+    """Loss and gradient of one row, summed; probabilities in, of the current policy, and of the sampler and the proximal one."""
+    def padded(values, fill):  # to one shape, so that each operation is compiled once
+        return np.float32([[*values, *[fill] * (6 - len(values))]])
+
+    logprobs, sampler = np.log(padded(current, 1)), np.log(padded(anchor, 1))
+    inputs = LossInputs(logprobs, sampler, sampler, padded(advantages, 0), padded(np.ones(len(current)), 0) > 0)
     weights = np.ones(1, np.float32)
 
     def loss_of(logprobs):
         statistics = minibatch_statistics(objective, inputs)
         return loss_terms(objective, inputs._replace(logprobs=logprobs), weights=weights, statistics=statistics)[0]
 
-    return jax.device_get(jax.value_and_grad(loss_of)(inputs.logprobs))
+    loss, gradient = jax.device_get(jax.value_and_grad(loss_of)(inputs.logprobs))
+    return loss, gradient[:, : len(current)]
 
 
 @pytest.mark.parametrize(("surrogate", "ratio", "advantage", "loss", "gradient"), [

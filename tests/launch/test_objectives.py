@@ -6,8 +6,8 @@ import pathlib
 
 import pytest
 
-from launch import objectives, run_directory
-from launch.config import Config, ConfigError, check, load_config, parse
+from launch import objectives, run_directory, train
+from launch.config import Config, ConfigError, check, load_config, parse, parse_options
 from rl.presets import PRESETS
 from rl.surrogates import Clip
 
@@ -44,6 +44,21 @@ def test_an_option_that_an_objective_does_not_have_is_refused(capsys):
     with pytest.raises(SystemExit):
         parsed("--objective", "vespo", "--clip-low", "0.1")
     assert "--clip-low" in capsys.readouterr().err
+
+
+def test_an_objective_is_named_once():
+    with pytest.raises(ConfigError, match="--objective is given 2 times, wanted once: ppo, dapo"):
+        parsed("--objective", "ppo", "--seed", "1", "--objective", "dapo")
+
+
+def test_a_run_is_gone_on_with_under_the_name_of_its_objective(tmp_path, capsys):
+    """The command that began it, and --resume: the objective is compared, and another one is refused."""
+    config = dataclasses.replace(parsed("--objective", "grpo"), run_dir=tmp_path / "run")
+    run_directory.create(config, "quickstart")
+    options = ["quickstart", "--run-dir", str(config.run_dir), "--resume", "--objective"]
+    assert train.main([*options, "dapo"]) == 2
+    assert "objective is" in capsys.readouterr().err
+    assert parse_options(["--objective", "grpo"], config, program="launch.train").objective == config.objective
 
 
 def test_a_name_that_nobody_has_is_refused_with_all_there_are():

@@ -20,6 +20,10 @@ pytestmark = pytest.mark.slow
 
 STEPS, EPISODES = 20, 256
 
+LEARNING_RATES = {"gppo": 3e-4}
+"""Other than the quickstart's, 1e-3. At that, GPPO wins four games in five after eleven steps and then breaks down, its entropy
+growing from 0.6 to 4.5 nats: what it clips keeps its gradient, in negative tokens too."""
+
 
 @functools.cache
 def base_config():
@@ -54,6 +58,9 @@ def success_before(run_dir) -> float:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_trains_and_does_not_fall_below_the_warm_start(name, tmp_path, tmp_path_factory):
     config = dataclasses.replace(base_config(), objective=load_objective(name))
+    optimizer = config.optimizer
+    optimizer = dataclasses.replace(optimizer, learning_rate=LEARNING_RATES.get(name, optimizer.learning_rate))
+    config = dataclasses.replace(config, optimizer=optimizer)
     check(config)
     params, make_sampler, scorer = shared()
     with contextlib.closing(build_loop(Foundation.of(config), tmp_path, make_sampler(), scorer)) as loop:

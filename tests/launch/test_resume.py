@@ -16,6 +16,7 @@ from tests.tiny import TINY_OPTIONS, assert_same_run, rows_of
 EIGHT_STEPS = ["quickstart", *TINY_OPTIONS]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tiny_run, tmp_path, stop_after, capsys):
     directory = tmp_path / "stopped"
     stop_after(4, signal.SIGTERM)

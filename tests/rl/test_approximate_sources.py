@@ -222,7 +222,7 @@ def config_of(name, **changes):
     return dataclasses.replace(config, snapshots=snapshots)
 
 
-@pytest.mark.parametrize("name", [SourceName.EWMA, SourceName.LAGGED])
+@pytest.mark.parametrize("name", [pytest.param(SourceName.EWMA, marks=pytest.mark.slow), SourceName.LAGGED])
 def test_a_resumed_run_goes_on_with_the_same_anchor(tmp_path, name):
     config = config_of(name)
     straight = tiny_loop(tmp_path / "straight", config)
@@ -238,6 +238,7 @@ def test_a_resumed_run_goes_on_with_the_same_anchor(tmp_path, name):
     assert without_times(rows_of(tmp_path / "straight")) == without_times(rows_of(tmp_path / "resumed"))
 
 
+@pytest.mark.slow
 def test_too_old_an_anchor_resets_the_average(tmp_path):
     config = config_of(SourceName.EWMA)
     config = dataclasses.replace(

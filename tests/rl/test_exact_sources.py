@@ -299,6 +299,7 @@ def segments_of(run_dir):
     return [{name: row[name] for name in row if name not in differing} for row in rows if row["kind"] == "segment"]
 
 
+@pytest.mark.slow
 def test_a_run_with_either_of_them_ends_with_the_same_weights(tmp_path):
     loops = {name: tiny_loop(tmp_path / name.value, config_of(name)) for name in EXACT}
     for name, loop in loops.items():

@@ -28,7 +28,7 @@ from tests.tiny import MAX_LENGTH, assert_same_weights, rows_of, tiny_config, ti
     [
         ((1, 1, 1), Precision.FLOAT32),
         pytest.param((1, 8, 1), Precision.FLOAT32, marks=pytest.mark.slow),
-        ((2, 2, 2), Precision.BFLOAT16),
+        pytest.param((2, 2, 2), Precision.BFLOAT16, marks=pytest.mark.slow),
     ],
 )
 def test_ring_replay_is_bitwise_what_was_scored_live(tmp_path, devices, precision):
@@ -59,6 +59,7 @@ def test_bfloat16_compute_replays_bitwise(tmp_path):
     assert loop.probe.max_error == 0.0
 
 
+@pytest.mark.slow
 def test_a_damaged_snapshot_would_be_noticed(tmp_path):
     """The exactness measure itself can fail."""
     loop = tiny_loop(tmp_path)
@@ -69,6 +70,7 @@ def test_a_damaged_snapshot_would_be_noticed(tmp_path):
     assert loop.probe.max_error > 1e-6
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
     first, second = tiny_loop(tmp_path / "first"), tiny_loop(tmp_path / "second")
     other = tiny_loop(tmp_path / "other", tiny_config(seed=1))
@@ -104,6 +106,7 @@ def test_learning_rate_zero_moves_nothing(tmp_path):
         assert row["staleness_ratio_max"] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_anchors_of_older_versions_clip_from_the_first_minibatch_on(tmp_path):
     """The fault that this project exists to avoid: with recomputed anchors the first minibatch's ratios are all 1."""
     config = tiny_config()
@@ -128,6 +131,7 @@ def test_anchors_of_older_versions_clip_from_the_first_minibatch_on(tmp_path):
     assert firsts[0] == pytest.approx(1, abs=1e-5)  # the first batch is as old as the learner
 
 
+@pytest.mark.slow
 def test_without_lag_the_loop_is_plain_synchronous_training(tmp_path):
     config = tiny_config()
     config = dataclasses.replace(
@@ -235,7 +239,7 @@ def test_a_ring_full_of_pins_does_not_stop_the_run(tmp_path, policy):
     assert loop.step == 5
 
 
-@pytest.mark.parametrize("policy", [GonePolicy.MASK, GonePolicy.DROP])
+@pytest.mark.parametrize("policy", [GonePolicy.MASK, pytest.param(GonePolicy.DROP, marks=pytest.mark.slow)])
 def test_a_ring_smaller_than_the_staleness_gives_tokens_up_and_counts_them(tmp_path, policy):
     config = tiny_config()
     config = dataclasses.replace(

@@ -93,8 +93,9 @@ def test_long_episodes_lose_reward(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gigpo", "m2po", "ipa", "estr"])
 def test_objectives_that_ask_more_of_a_batch_run(tmp_path, name):
-    """Turns, minibatches, entropy: three steps, finite, and the policy has moved."""
-    config = dataclasses.replace(config_of(presets.PRESETS[name]()), step=dataclasses.replace(tiny_config().step, microbatches=2))
+    """Turns, minibatches, entropy: three steps, finite, and the policy has moved, by the entropy bonus if no game is won."""
+    objective = dataclasses.replace(presets.PRESETS[name](), entropy_coefficient=0.01)
+    config = dataclasses.replace(config_of(objective), step=dataclasses.replace(tiny_config().step, microbatches=2))
     loop = tiny_loop(tmp_path, config)
     before = jax.tree.leaves(jax.device_get(loop.live))
     loop.run(3)

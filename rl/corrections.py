@@ -83,7 +83,7 @@ class CorrectionOptions:
         return self.normalize_weights or self.second_moment_budget is not None
 
     def check(self) -> None:
-        """Refuses what has no meaning; traced values pass.
+        """Refuses what has no meaning; options that are traced pass.
 
         Raises:
           ValueError: what, got, wanted, what to do.

@@ -30,8 +30,8 @@ class Tokens(NamedTuple):
 
     def against(self, anchor: Anchor) -> tuple[jax.Array, jax.Array]:
         """Detached logprobs of the current policy, and those of an anchor."""
-        anchors = {Anchor.PROXIMAL: self.proximal_logprobs, Anchor.SAMPLER: self.sampler_logprobs}
-        return jax.lax.stop_gradient(self.logprobs), anchors[anchor]
+        logprobs = anchor.among(proximal=self.proximal_logprobs, sampler=self.sampler_logprobs)
+        return jax.lax.stop_gradient(self.logprobs), logprobs
 
 
 # Gates: which tokens count.

@@ -25,7 +25,7 @@ from rl.denominators import CONSTANT_DENOMINATORS, row_weights
 from rl.gates import Tokens
 from rl.loss_metrics import Metrics, finalize_metrics, metric_sums
 from rl.objective import KlEstimator, Objective
-from rl.ratios import Anchor, Level, check_token_arrays, clamp, difference, is_number, magnitude, pool, select_finite
+from rl.ratios import Level, check_token_arrays, clamp, difference, is_number, magnitude, pool, select_finite
 
 LOGPROB_LIMIT = 1e6
 """Nats beyond which a logprob says nothing more; a sum of the largest float32 numbers would be infinite."""
@@ -290,5 +290,5 @@ def _tokens(objective: Objective, arrays: LossInputs, kept: jax.Array) -> Tokens
 
 
 def _token_log_ratio(objective: Objective, arrays: LossInputs) -> jax.Array:
-    anchors = {Anchor.PROXIMAL: arrays.proximal_logprobs, Anchor.SAMPLER: arrays.sampler_logprobs}
-    return clamp(difference(arrays.logprobs, anchors[objective.ratio_anchor]), objective.log_ratio_limit)
+    anchor = objective.ratio_anchor.among(proximal=arrays.proximal_logprobs, sampler=arrays.sampler_logprobs)
+    return clamp(difference(arrays.logprobs, anchor), objective.log_ratio_limit)

@@ -71,7 +71,7 @@ class Objective:
         return self.kl_coefficient != 0
 
     def check(self) -> None:
-        """Refuses what has no meaning; traced values pass.
+        """Refuses what has no meaning.
 
         Raises:
           ValueError: what, got, wanted, what to do.

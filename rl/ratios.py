@@ -23,6 +23,10 @@ class Anchor(enum.Enum):
     PROXIMAL = "proximal"  # the trainer's logprobs of an older version: what the old-logprob source gives
     SAMPLER = "sampler"  # the sampling engine's own logprobs: the ratio then holds discrepancy and staleness
 
+    def among(self, *, proximal: jax.Array, sampler: jax.Array) -> jax.Array:
+        """Its logprobs."""
+        return proximal if self is Anchor.PROXIMAL else sampler
+
 
 class Level(enum.Enum):
     """What has one value: over which tokens of a row, and how, those of the single tokens are put together."""

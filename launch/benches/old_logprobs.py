@@ -191,7 +191,8 @@ def _decompose(past: Past, source: OldLogprobSource, learner: Learner, episodes:
     anchored = dataclasses.replace(source.anchor(episodes, version, live), trajectories=episodes)  # with what was scored live
     decomposition = Decomposition(learner, source, past.ring, past.scorer, every=1)
     decomposition.begin(anchored, version, live)
-    advantages = np.random.default_rng(0).normal(size=len(episodes)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    advantages = [np.where(episode.is_trained, rng.normal(), 0.0).astype(np.float32) for episode in episodes]
     batch = make_batch(
         episodes,
         proximal_logprobs=anchored.proximal_logprobs,

@@ -35,6 +35,7 @@ from rl.scorer import Bucket, Scorer
 from rl.snapshot_store import SnapshotStore
 from rl.snapshots import SnapshotRing
 from rl.timeline import Timeline
+from rl.types import SamplingContract
 from rl.warmstart import check_warm_rows
 
 
@@ -191,7 +192,22 @@ class Foundation:
             seed=self.config.seed,
             stop_tokens=() if stop is None else tuple(ByteTokenizer().encode(stop).tolist()),
         )
-        return functools.partial(Sampler, engine, lengths=self.lengths, refill_rows=options.refill_rows, swap=options.swap)
+        return functools.partial(
+            Sampler,
+            engine,
+            lengths=self.lengths,
+            refill_rows=options.refill_rows,
+            swap=options.swap,
+            prefill_chunk=options.prefill_chunk,
+        )
+
+    @property
+    def contract(self) -> SamplingContract:
+        """What the learner takes sampled tokens for."""
+        options = self.config.sampler
+        return SamplingContract(
+            temperature=options.temperature, compute_dtype=self.config.model.compute_dtype.value, swap=options.swap.value
+        )
 
     def sampling_programs(self, mesh: jax.sharding.Mesh) -> SamplingPrograms:
         """What the samplers' engine will call, without the engine."""
@@ -204,6 +220,7 @@ class Foundation:
             "slots": options.slots,
             "max_steps": options.decode_steps_per_call,
             "temperature": options.temperature,
+            "top_k": options.top_k,
             "top_p": options.top_p,
         }
 
@@ -226,7 +243,12 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
     source = foundation.source(ring, scorer)
     learner = foundation.learner(source)
     rollouts = Rollouts(
-        sampler, config.environment_factory(Split.TRAIN), max_length=config.model.max_length, options=config.runner
+        sampler,
+        config.environment_factory(Split.TRAIN),
+        max_length=config.model.max_length,
+        options=config.runner,
+        max_tokens=config.sampler.max_request_tokens,
+        deadline=config.sampler.deadline,
     )
     admission = Admission(
         processes.share(options.groups_per_step, "--groups-per-step"),
@@ -252,6 +274,7 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
         metrics=MetricsWriter(own / run_directory.METRICS),
         timeline=Timeline(own / "timeline.jsonl"),
         anchor_bytes=foundation.anchor_bytes(),
+        contract=foundation.contract,
     )
     return Loop(
         rooms, options, lengths=foundation.lengths, seed=config.seed, serving_shardings=foundation.serving_shardings

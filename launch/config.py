@@ -34,7 +34,7 @@ from rl.loop import LoopOptions, RingFullPolicy
 from rl.objective import Objective
 from rl.old_logprobs import EwmaOptions, GonePolicy, Interpolation, SourceName
 from rl.presets import PRESETS
-from rl.sampler import Swap
+from rl.requests import Swap
 from rl.snapshots import check_capacity
 from rl.warmstart import WarmStartOptions
 
@@ -57,9 +57,13 @@ class SamplerOptions:
     slots: int = 64
     decode_steps_per_call: int = 8  # most decode steps in one device call
     temperature: float = 1.0  # of sampling and of scoring: there is only one
-    top_p: float = 1.0  # below 1 only for evaluation: training refuses a truncated distribution
+    top_k: int = 0  # draw from so many of the likeliest tokens; only for evaluation: training refuses a truncated distribution
+    top_p: float = 1.0  # draw from the likeliest tokens that hold this mass; likewise
     swap: Swap = Swap.REPREFILL
     refill_rows: int = 16  # contexts recomputed in one device call after a publish
+    prefill_chunk: int = 512  # tokens of a prompt that the other slots wait for at a time
+    max_request_tokens: int | None = None  # sampled in one episode over all its turns; it ends, truncated, when it has them
+    deadline: int | None = None  # decode steps after which an episode is cancelled, wherever it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,10 +260,11 @@ def check(config: Config) -> None:
     Raises:
       ConfigError, ValueError: what, got, wanted, what to do.
     """
-    if config.sampler.top_p != 1.0:
+    if config.sampler.top_p != 1.0 or config.sampler.top_k:
         raise ConfigError(
-            f"--top-p is {config.sampler.top_p}, wanted 1 for training: a truncated distribution gives the tokens it cuts off "
-            "probability 0, and every ratio loses its meaning; use top-p only in launch.evaluate"
+            f"--top-p is {config.sampler.top_p} and --top-k {config.sampler.top_k}, wanted 1 and 0 for training: a truncated "
+            "distribution gives the tokens it cuts off probability 0, and every ratio loses its meaning; use them only in "
+            "launch.evaluate"
         )
     if not config.sampler.temperature > 0:
         raise ConfigError(
@@ -288,6 +293,9 @@ def check(config: Config) -> None:
         "--decode-steps": (config.loop.decode_steps, 1),
         "--max-staleness": (config.loop.max_staleness, 0),
         "--decode-steps-per-call": (config.sampler.decode_steps_per_call, 1),
+        "--prefill-chunk": (config.sampler.prefill_chunk, 1),
+        "--max-request-tokens": (1 if config.sampler.max_request_tokens is None else config.sampler.max_request_tokens, 1),
+        "--deadline": (1 if config.sampler.deadline is None else config.sampler.deadline, 1),
         "--sampler-devices": (config.sampler.sampler_devices, 0),
         "--sampler-tensor": (config.sampler.sampler_tensor, 1),
         "--persist-every": (config.snapshots.persist_every, 1),

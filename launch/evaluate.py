@@ -28,6 +28,7 @@ class EvaluateOptions:
     version: int | None = None  # of the persisted snapshots; default: the newest
     episodes: int | None = None  # held-out instances; default: the run's
     temperature: float | None = None  # default: the run's
+    top_k: int = 0  # sample from so many of the likeliest tokens; 0: from all
     top_p: float = 1.0  # sample from the likeliest tokens that hold this mass
     json: pathlib.Path | None = None  # also write the figures here
 
@@ -70,7 +71,8 @@ def main(arguments: list[str]) -> int:
 
 def _with_sampling(config: Config, options: EvaluateOptions) -> Config:
     temperature = config.sampler.temperature if options.temperature is None else options.temperature
-    return dataclasses.replace(config, sampler=dataclasses.replace(config.sampler, temperature=temperature, top_p=options.top_p))
+    sampler = dataclasses.replace(config.sampler, temperature=temperature, top_k=options.top_k, top_p=options.top_p)
+    return dataclasses.replace(config, sampler=sampler)
 
 
 def _choose_version(versions: tuple[int, ...], options: EvaluateOptions) -> int:

@@ -15,22 +15,22 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_p
 
     Args:
       queries: [B, T, N, H].
-      keys: [B, S, K, H] with N a multiple of K.
-      values: [B, S, K, H].
+      keys: [B, K, H, S] with N a multiple of K: the order of a matrix product, so that a cache is multiplied as it lies.
+      values: [B, K, S, H].
       query_positions: int32 [B, T].
 
     Returns:
       [B, T, N, H] in the type of `queries`.
     """
     num_rows, length, num_heads, head_dim = queries.shape
-    num_kv_heads = keys.shape[2]
+    num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
     # The query heads of one kv head are more queries to it: two plain matrix products a kv head, whatever the grouping.
     grouped = queries.reshape(num_rows, length, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(num_rows, num_kv_heads, group * length, head_dim)
-    visible = jnp.arange(keys.shape[1])[None, None, :] <= jnp.tile(query_positions, (1, group))[:, :, None]
-    logits = jnp.einsum("bkqh,bskh->bkqs", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
+    visible = jnp.arange(keys.shape[3])[None, None, :] <= jnp.tile(query_positions, (1, group))[:, :, None]
+    logits = jnp.einsum("bkqh,bkhs->bkqs", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None], logits, MASKED_LOGIT), axis=-1)
-    attended = jnp.einsum("bkqs,bskh->bkqh", weights.astype(values.dtype), values)
+    attended = jnp.einsum("bkqs,bksh->bkqh", weights.astype(values.dtype), values)
     attended = attended.reshape(num_rows, num_kv_heads, group, length, head_dim)
     return attended.transpose(0, 3, 1, 2, 4).reshape(queries.shape)

@@ -5,6 +5,8 @@ that is there. A prefill is an `extend` of an empty cache, a decode step an `ext
 its token's position, so a row's content is whatever lies below its length, and stale entries above it are never seen.
 """
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -17,30 +19,67 @@ from models.transformer import Model, Params
 
 @chex.dataclass(frozen=True)
 class Cache:
-    """Keys and values of R rows with room for S tokens: one [R, S, K, H] array a layer, in the compute type.
+    """Keys and values of R rows with room for S tokens, in the compute type.
 
     Layers are separate arrays, so that each is updated in place.
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: tuple[jax.Array, ...]  # [R, K, H, S]
+    values: tuple[jax.Array, ...]  # [R, K, S, H]
+
+    @property
+    def room(self) -> int:
+        return self.keys[0].shape[3]
+
+    def head(self, length: int) -> "Cache":
+        """The first `length` tokens of each row; with room for as many, if there were fewer."""
+        missing = max(length - self.room, 0)
+        return Cache(keys=tuple(jnp.pad(leaf[..., :length], ((0, 0),) * 3 + ((0, missing),)) for leaf in self.keys),
+                     values=tuple(jnp.pad(leaf[:, :, :length], ((0, 0),) * 2 + ((0, missing), (0, 0))) for leaf in self.values))
+
+    def with_head(self, head: "Cache") -> "Cache":
+        """With the first tokens of each row replaced."""
+        def replace(leaf, new):
+            return jax.lax.dynamic_update_slice(leaf, new, (0,) * leaf.ndim)
+
+        return jax.tree.map(replace, self, head)
+
+    def rows(self, rows: jax.Array) -> "Cache":
+        """Some rows, int32 [n]; a number beyond the last gives some row."""
+        return jax.tree.map(lambda leaf: leaf.at[rows].get(mode="clip"), self)
+
+    def with_rows(self, rows: jax.Array, new: "Cache") -> "Cache":
+        """With the first tokens of some rows, int32 [n], replaced; a number beyond the last stands for no row."""
+        length = new.room
+        return Cache(keys=tuple(leaf.at[rows, :, :, :length].set(part, mode="drop")
+                                for leaf, part in zip(self.keys, new.keys, strict=True)),
+                     values=tuple(leaf.at[rows, :, :length].set(part, mode="drop")
+                                  for leaf, part in zip(self.values, new.values, strict=True)))
 
 
 def init_cache(config: ModelConfig, rows: int, length: int) -> Cache:
     """An empty cache."""
-    def zeros():
-        return tuple(jnp.zeros((rows, length, config.num_kv_heads, config.head_dim), config.compute_dtype.dtype)
-                     for _ in range(config.num_layers))
-    return Cache(keys=zeros(), values=zeros())
+    def zeros(*shape: int):
+        return tuple(jnp.zeros((rows, config.num_kv_heads, *shape), config.compute_dtype.dtype) for _ in range(config.num_layers))
+
+    return Cache(keys=zeros(config.head_dim, length), values=zeros(length, config.head_dim))
+
+
+def decoding(model: Model) -> Model:
+    """The same structure with kernels as decoding wants them."""
+    return dataclasses.replace(model, outputs_first=True)
 
 
 def prepare(model: Model, params: Params) -> Params:
-    """Lays published parameters out for decoding: a tuple of layers in place of the stack, in the compute type.
+    """Lays published parameters out for decoding: a tuple of layers in place of the stack, outputs first, in the compute type.
 
     A scan over stacked layers copies weights and cache at each step; unrolled layers do not. The values are the published ones:
     the cast is the one that the forward would make at each use.
     """
-    params = jax.tree.map(lambda leaf: leaf.astype(model.config.compute_dtype.dtype), params)
+    def lay_out(leaf, axes, wanted):
+        return leaf.transpose([axes.index(axis) for axis in wanted]).astype(model.config.compute_dtype.dtype)
+
+    params = jax.tree.map(lay_out, params, model.axes, decoding(model).axes)
     layers = [jax.tree.map(lambda leaf, index=index: leaf[index], params["blocks"]) for index in range(model.config.num_layers)]
     return {**params, "blocks": tuple(layers)}
 
@@ -61,7 +100,7 @@ def extend(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, s
       Hidden states [R, T, D] (padding holds garbage) and the cache with the tokens in it.
     """
     transformer, blocks = _bind(model, prepared)
-    room = cache.keys[0].shape[1]
+    room = cache.room
     offsets = jnp.arange(tokens.shape[1])[None, :]
     positions = starts[:, None] + offsets
     # Padding is written nowhere: an index beyond the cache is dropped.
@@ -71,8 +110,8 @@ def extend(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, s
     all_keys, all_values = [], []
     for block, keys, values in zip(blocks, cache.keys, cache.values, strict=True):
         queries, new_keys, new_values = block.project(x, positions)
-        keys = keys.at[rows, targets].set(new_keys, mode="drop")
-        values = values.at[rows, targets].set(new_values, mode="drop")
+        keys = keys.at[rows, :, :, targets].set(new_keys, mode="drop")
+        values = values.at[rows, :, targets].set(new_values, mode="drop")
         x = block.combine(x, attention(queries, keys, values, query_positions=positions))
         all_keys.append(keys)
         all_values.append(values)
@@ -100,6 +139,6 @@ def _bind(model: Model, prepared: Params):
     """The module without its blocks' numbers, and one module a layer."""
     layers = prepared["blocks"]
     # The stack's structure serves each layer: it holds no shapes. The stack itself gets the first layer's numbers, unused.
-    transformer = model.bind({**prepared, "blocks": layers[0]})
+    transformer = decoding(model).bind({**prepared, "blocks": layers[0]})
     structure, _ = nnx.split(transformer.blocks)
     return transformer, [nnx.merge(structure, nnx.State(layer)) for layer in layers]

@@ -21,6 +21,7 @@ from models.parameters import Params, declarations, declare, draw
 from models.sharding import lookup_shardings
 
 UNROLLED_LAYERS = 2  # up to so many, no scan: it copies whatever the backward pass needs, and compiles no faster
+FEW_ROWS = 64  # so few are multiplied from the other side
 
 
 class RMSNorm(nnx.Module):
@@ -38,20 +39,36 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """An affine map over the trailing `num_in` axes of its input; the kernel has shape [*inputs, *outputs]."""
+    """An affine map over the trailing axes of its input; the kernel has shape [*inputs, *outputs], or outputs first."""
 
-    def __init__(self, inputs: dict[str, int], outputs: dict[str, int], *, use_bias: bool = False, scale: float = 1.0):
+    def __init__(self, inputs: dict[str, int], outputs: dict[str, int], *, use_bias: bool = False, scale: float = 1.0,
+                 outputs_first: bool = False):
         deviation = scale * math.prod(inputs.values()) ** -0.5
-        self.kernel = declare([*inputs.values(), *outputs.values()], [*inputs, *outputs], deviation=deviation)
+        sizes = {**outputs, **inputs} if outputs_first else {**inputs, **outputs}
+        self.kernel = declare(sizes.values(), sizes, deviation=deviation)
         self.bias = declare(outputs.values(), outputs) if use_bias else None
-        self.num_in = len(inputs)
+        self.num_in, self.outputs_first = len(inputs), outputs_first
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_in)
+        kernel = self.kernel[...].astype(x.dtype)
+        y = contract(kernel, x, self.num_in) if self.outputs_first else jnp.tensordot(x, kernel, axes=self.num_in)
         if self.bias is None:
             return y
         bias = self.bias[...].astype(x.dtype)
         return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+
+
+def contract(kernel: jax.Array, x: jax.Array, num_in: int, **options) -> jax.Array:
+    """x [*rows, *inputs] times a kernel [*outputs, *inputs] of `num_in` inputs, to [*rows, *outputs].
+
+    Few rows leave matrix units of a CPU idle, unless they are the columns: the product is taken from the other side, twice as
+    fast. The barrier keeps XLA from turning it around again.
+    """
+    kernel_axes, x_axes = (tuple(range(array.ndim - num_in, array.ndim)) for array in (kernel, x))
+    if math.prod(x.shape[:-num_in]) > FEW_ROWS:
+        return jax.lax.dot_general(x, kernel, ((x_axes, kernel_axes), ((), ())), **options)
+    y = jax.lax.optimization_barrier(jax.lax.dot_general(kernel, x, ((kernel_axes, x_axes), ((), ())), **options))
+    return jnp.moveaxis(y, range(kernel.ndim - num_in), range(num_in - kernel.ndim, 0))
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
@@ -67,24 +84,25 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 class Block(nnx.Module):
     """One layer. Between its halves someone attends: over the sequence itself or over a cache."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, *, outputs_first: bool):
         self.config = config
+        linear = functools.partial(Linear, outputs_first=outputs_first)
         embed = {"embed": config.d_model}
         heads = {"heads": config.num_heads, "head": config.head_dim}
         kv_heads = {"kv_heads": config.num_kv_heads, "head": config.head_dim}
         mlp = {"mlp": config.d_ff}
         residual_scale = (2 * config.num_layers) ** -0.5  # keeps the residual stream's variance independent of depth
         self.attention_norm = RMSNorm(config.d_model, "embed", config.norm_epsilon)
-        self.query = Linear(embed, heads, use_bias=config.qkv_bias)
-        self.key = Linear(embed, kv_heads, use_bias=config.qkv_bias)
-        self.value = Linear(embed, kv_heads, use_bias=config.qkv_bias)
-        self.output = Linear(heads, embed, scale=residual_scale)
+        self.query = linear(embed, heads, use_bias=config.qkv_bias)
+        self.key = linear(embed, kv_heads, use_bias=config.qkv_bias)
+        self.value = linear(embed, kv_heads, use_bias=config.qkv_bias)
+        self.output = linear(heads, embed, scale=residual_scale)
         self.query_norm = RMSNorm(config.head_dim, "head", config.norm_epsilon) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, "head", config.norm_epsilon) if config.qk_norm else None
         self.mlp_norm = RMSNorm(config.d_model, "embed", config.norm_epsilon)
-        self.gate = Linear(embed, mlp)
-        self.up = Linear(embed, mlp)
-        self.down = Linear(mlp, embed, scale=residual_scale)
+        self.gate = linear(embed, mlp)
+        self.up = linear(embed, mlp)
+        self.down = linear(mlp, embed, scale=residual_scale)
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, D] to rotated queries [B, T, N, H], rotated keys and values [B, T, K, H]."""
@@ -105,12 +123,14 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Embedding, stacked blocks, final norm, and a language-model head unless the embedding is tied."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, *, outputs_first: bool):
         self.config = config
         self.embedding = declare([config.padded_vocab_size, config.d_model], ["vocab", "embed"], deviation=config.d_model**-0.5)
-        self.blocks = Block(config)  # one structure for all layers, whose parameters are stacked
+        self.blocks = Block(config, outputs_first=outputs_first)  # one structure for all layers, whose parameters are stacked
         self.final_norm = RMSNorm(config.d_model, "embed", config.norm_epsilon)
-        self.head = None if config.tied_embeddings else Linear({"embed": config.d_model}, {"vocab": config.padded_vocab_size})
+        head = functools.partial(Linear, {"embed": config.d_model}, {"vocab": config.padded_vocab_size})
+        self.head = None if config.tied_embeddings else head(outputs_first=outputs_first)
+        self.outputs_first = outputs_first
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32 [B, T] to [B, T, D] in the compute type."""
@@ -122,8 +142,11 @@ class Transformer(nnx.Module):
         Sampler and learner both come through here, so a padded vocabulary is masked alike on either side.
         """
         x = self.final_norm(hidden)
-        kernel = self.embedding[...].T if self.head is None else self.head.kernel[...]
-        logits = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        kernel = (self.embedding if self.head is None else self.head.kernel)[...].astype(x.dtype)
+        if self.outputs_first:
+            logits = contract(kernel, x, 1, preferred_element_type=jnp.float32)
+        else:
+            logits = jnp.matmul(x, kernel.T if self.head is None else kernel, preferred_element_type=jnp.float32)
         if self.config.padded_vocab_size == self.config.vocab_size:
             return logits
         is_real = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
@@ -137,22 +160,24 @@ class Model:
     Attributes:
       config: the shape.
       remat: recompute each block's activations in the backward pass instead of keeping them.
+      outputs_first: kernels are [*outputs, *inputs], as is faster for few rows.
       activation_sharding: where [B, T, D] activations live on a mesh; weights are then gathered to them, not the reverse.
     """
 
     config: ModelConfig
     remat: bool = False
+    outputs_first: bool = False
     activation_sharding: jax.sharding.NamedSharding | None = None
 
     def init(self, key: jax.Array) -> Params:
         """Random parameters in float32: a function of the key, whatever the mesh."""
-        others = dict(_structure(self.config)[1])
+        others = dict(_structure(self.config, self.outputs_first)[1])
         block = others.pop("blocks")
         return draw(key, block, others, d_model=self.config.d_model, num_layers=self.config.num_layers)
 
     def bind(self, params: Params) -> Transformer:
         """The Flax module with these parameters in it; for use inside a trace."""
-        return nnx.merge(_structure(self.config)[0], nnx.State(params))
+        return nnx.merge(_structure(self.config, self.outputs_first)[0], nnx.State(params))
 
     @property
     def axes(self) -> Params:
@@ -172,7 +197,8 @@ class Model:
 
         def layer(x, block_params):
             block = nnx.merge(structure, block_params)
-            attended = attention(*block.project(x, positions), query_positions=positions)
+            queries, keys, values = block.project(x, positions)
+            attended = attention(queries, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2), query_positions=positions)
             return self._constrain(block.combine(x, attended)), None
 
         layer = jax.checkpoint(layer) if self.remat else layer
@@ -195,12 +221,12 @@ class Model:
 
     @property
     def _declarations(self) -> Params:
-        tree = _structure(self.config)[1]
+        tree = _structure(self.config, self.outputs_first)[1]
         return {**tree, "blocks": jax.tree.map(lambda leaf: leaf.stacked(self.config.num_layers), tree["blocks"])}
 
 
 @functools.cache
-def _structure(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
+def _structure(config: ModelConfig, outputs_first: bool) -> tuple[nnx.GraphDef, Params]:
     """The module's static part, and its declarations: those of one layer under "blocks"."""
-    graphdef, state = nnx.split(Transformer(config))
+    graphdef, state = nnx.split(Transformer(config, outputs_first=outputs_first))
     return graphdef, declarations(state)

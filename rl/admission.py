@@ -56,7 +56,8 @@ class Counts:
     dropped_stale: int = 0  # trajectories that left the loss whole, for their age
     dropped_stale_tokens: int = 0  # their trained tokens; divided by `dropped_stale`: are the long ones lost?
     masked_stale_tokens: int = 0  # tokens that left the loss one by one, for their age
-    failed_members: int = 0  # members that failed or were cancelled
+    failed_members: int = 0  # members that failed or were given up
+    cancelled_members: int = 0  # members cut off under way: too old already, or past their deadline
 
 
 @dataclasses.dataclass
@@ -177,7 +178,9 @@ class Admission:
         if self._group_of.get(request_id) != group_id:
             raise ValueError(f"request {request_id} finished, but group {group_id} does not wait for it; "
                              "start it once in that group, then finish or cancel it once")
-        if trajectory.finish_reason is FinishReason.FAILED or trajectory.reward is None:
+        if trajectory.finish_reason is FinishReason.CANCELLED:
+            self.counts.cancelled_members += 1
+        elif trajectory.finish_reason is FinishReason.FAILED or trajectory.reward is None:
             self.counts.failed_members += 1
         self._groups[group_id].finished[request_id] = trajectory
         del self._group_of[request_id]

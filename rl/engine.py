@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.sharding import batch_sharding, replicated
+from models.sharding import replicated
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
 from rl import sampling
@@ -52,21 +52,24 @@ class PolicyEngine(engine_api.Engine):
       slots: rows decoded together.
       max_steps: most decode steps in one device call.
       temperature: of sampling, > 0. Greedy decoding is a request's own choice.
-      top_p: nucleus mass; below 1 the reported logprobs are those of the truncated distribution, which training refuses.
+      top_k, top_p: see `drawing.sample`; for evaluation: training refuses a truncated distribution.
       seed: of the sampling noise.
       stop_tokens: ids that end a turn.
     """
 
     def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, slots: int, max_steps: int, temperature: float,
-                 top_p: float = 1.0, seed: int, stop_tokens: tuple[int, ...] = ()):
+                 top_k: int = 0, top_p: float = 1.0, seed: int, stop_tokens: tuple[int, ...] = ()):
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, wanted more than 0; for greedy decoding make the request greedy")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p is {top_p}, wanted a probability mass in (0, 1]")
-        self._programs = SamplingPrograms(model, mesh, slots=slots, max_steps=max_steps, temperature=temperature, top_p=top_p)
+        if top_k < 0:
+            raise ValueError(f"top_k is {top_k}, wanted a number of tokens, or 0 for all")
+        self._programs = SamplingPrograms(model, mesh, slots=slots, max_steps=max_steps, temperature=temperature, top_k=top_k,
+                                          top_p=top_p)
         self._model, self._mesh = model, mesh
         self._slots, self.max_steps = slots, max_steps
-        self.temperature, self.top_p = temperature, top_p
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self._key = jax.device_put(jax.random.key(seed), replicated(mesh))
         is_stop = np.zeros(model.config.padded_vocab_size, bool)
         is_stop[list(stop_tokens)] = True
@@ -83,10 +86,11 @@ class PolicyEngine(engine_api.Engine):
         return LoadedPolicy(weights=self._programs.load(params), version=self._device(np.int32(version)))
 
     def prefill(self, *, params: LoadedPolicy, existing_prefix: Prefix | None = None, padded_tokens: jax.Array, true_length: int,
-                request_id: int = 0, remaining: int | None = None, greedy: bool = False) -> Prefix:
-        """The KV cache of a context. Compiled once for each length of `padded_tokens`, int32 [n].
+                request_id: int = 0, remaining: int | None = None, greedy: bool = False, room: int = 0) -> Prefix:
+        """The KV cache of a context. Compiled once for each length of `padded_tokens`, int32 [n], and room of the cache.
 
-        The tokens follow those of `existing_prefix`, if there is one. `remaining` may be sampled: by default, all that fits.
+        The tokens follow those of `existing_prefix`, if there is one. `remaining` may be sampled: by default, all that fits. The
+        cache has room for the tokens, and at least for `room` of them: a prefix that others will extend is best given it at once.
         """
         tokens = np.asarray(padded_tokens, np.int32)
         if not 1 <= true_length <= len(tokens):
@@ -94,11 +98,13 @@ class PolicyEngine(engine_api.Engine):
                              "wanted at least 1 and at most the padded length")
         context_length = true_length if existing_prefix is None else int(existing_prefix.length) + 1 + true_length
         sampling.raise_if_too_long(context_length, self.max_prefill_length)
-        room = self.max_prefill_length - context_length
+        left = self.max_prefill_length - context_length
         scalars = {"true_length": np.int32(true_length), "request_id": np.int32(request_id),
-                   "remaining": np.int32(room if remaining is None else min(remaining, room)), "greedy": np.bool_(greedy)}
+                   "remaining": np.int32(left if remaining is None else min(remaining, left)), "greedy": np.bool_(greedy)}
+        if existing_prefix is not None:
+            room = max(room, existing_prefix.cache.room, context_length - true_length - 1 + len(tokens))
         tokens, scalars = self._device((tokens, scalars))
-        return self._programs.prefill(params.weights, existing_prefix, tokens, **scalars)
+        return self._programs.prefill(params.weights, existing_prefix, tokens, **scalars, room=max(room, len(tokens)))
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Puts a prefix into a slot; `decode_state` is donated."""
@@ -128,6 +134,11 @@ class PolicyEngine(engine_api.Engine):
         return _JetStreamTokenizer()
 
     @property
+    def compute_dtype(self) -> str:
+        """What the policy is computed in, by name."""
+        return self._model.config.compute_dtype.value
+
+    @property
     def max_concurrent_decodes(self) -> int:
         return self._slots
 
@@ -149,14 +160,17 @@ class PolicyEngine(engine_api.Engine):
 
     # --- beyond it ---
 
-    def decode(self, params: LoadedPolicy, state: DecodeState, num_steps: int) -> tuple[DecodeState, Sampled]:
+    def decode(self, params: LoadedPolicy, state: DecodeState, num_steps: int, *,
+               span: int | None = None) -> tuple[DecodeState, Sampled]:
         """Up to `num_steps` decode steps in one device call, fewer when every slot falls idle; `state` is donated.
 
-        Compiled once: the number of steps is data. A turn ends at a stop token or when nothing remains.
+        Compiled once for each `span`: the number of steps is data. A turn ends at a stop token or when nothing remains. Attention
+        looks at the first `span` places of a slot, by default at all; what decodes must fit into them until the call ends.
         """
         if not 1 <= num_steps <= self.max_steps:
             raise ValueError(f"decode of {num_steps} steps, wanted 1 to {self.max_steps}; raise --decode-steps-per-call")
-        return self._programs.decode(params, state, self._key, self._is_stop, self._device(np.int32(num_steps)))
+        return self._programs.decode(params, state, self._key, self._is_stop, self._device(np.int32(num_steps)),
+                                     span=span or self.max_prefill_length)
 
     def insert_group(self, prefix: Prefix, state: DecodeState, slots: np.ndarray, *, request_ids: np.ndarray,
                      remaining: np.ndarray, greedy: np.ndarray) -> DecodeState:
@@ -164,11 +178,14 @@ class PolicyEngine(engine_api.Engine):
         slots, rows = self._device((slots, {"request_ids": request_ids, "remaining": remaining, "greedy": greedy}))
         return self._programs.insert_group(prefix, state, slots, **rows)
 
-    def append(self, params: LoadedPolicy, state: DecodeState, tokens: np.ndarray, *, counts: np.ndarray,
-               remaining: np.ndarray) -> DecodeState:
-        """Appends counts[s] tokens of int32 [S, T] to slot s and lets it sample `remaining[s]`; count 0 leaves a slot alone."""
-        tokens, counts, remaining = jax.device_put((tokens, counts, remaining), batch_sharding(self._mesh))
-        return self._programs.append(params.weights, state, tokens, counts=counts, remaining=remaining)
+    def append(self, params: LoadedPolicy, state: DecodeState, slots: np.ndarray, *, tokens: np.ndarray, counts: np.ndarray,
+               remaining: np.ndarray, span: int | None = None) -> DecodeState:
+        """Appends counts[r] of int32 tokens [R, T] to R slots and lets each sample `remaining[r]`; the rest [R].
+
+        A slot number of S stands for no slot. What the slots then hold must fit `span`, by default all of a slot.
+        """
+        slots, rows = self._device((slots, {"tokens": tokens, "counts": counts, "remaining": remaining}))
+        return self._programs.append(params.weights, state, slots, **rows, span=span or self.max_prefill_length)
 
     def refill(self, params: LoadedPolicy, state: DecodeState, slots: np.ndarray, *, contexts: np.ndarray, counts: np.ndarray,
                request_ids: np.ndarray, remaining: np.ndarray, greedy: np.ndarray) -> DecodeState:

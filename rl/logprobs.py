@@ -23,8 +23,12 @@ class Score(NamedTuple):
 
 
 def log_softmax_and_entropy(logits: jax.Array, *, temperature: jax.Array | float) -> tuple[jax.Array, jax.Array]:
-    """log softmax(logits / temperature) [..., V] and its entropy [...]. The sampler and `score` both use it."""
-    log_probabilities = jax.nn.log_softmax(logits / temperature, axis=-1)
+    """log softmax(logits / temperature) [..., V] and its entropy [...].
+
+    What is divided are differences to the largest logit: those of large logits are exact, their quotients are rounded.
+    """
+    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    log_probabilities = jax.nn.log_softmax(shifted / temperature, axis=-1)
     return log_probabilities, -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
 
 

@@ -175,6 +175,7 @@ class Loop:
             self._wants_room = False
         if self._news is not None:
             self._supersede()
+            self._cancel_outdated()
             self._serve()
         for _ in range(self._rooms.admission.credit(self.step)):
             # Each process has its own groups, numbered without a gap over all.
@@ -216,6 +217,15 @@ class Loop:
         self._sampling, self._news = self.live, None
         if before >= 0:
             self._unpin([before])
+
+    def _cancel_outdated(self) -> None:
+        """Ends the episodes that are too old to be trained already, before their contexts are computed for the new policy."""
+        if self._options.stale_policy is not StalePolicy.DROP:
+            return
+        rooms = self._rooms
+        for trajectory in rooms.rollouts.cancel(rooms.rollouts.outdated(self.version - self._options.max_staleness)):
+            rooms.admission.finish(trajectory)
+        self._release(rooms.admission.discarded())
 
     def _drop_stalest(self) -> None:
         """Drops the groups that hold pinned versions, oldest version first, until the ring has room."""

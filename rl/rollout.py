@@ -4,7 +4,8 @@ Token-in, token-out: what the policy sampled is kept as ids and decoded only to 
 writes is encoded once and appended. Nothing is ever tokenised again. A publish in the middle of an episode leaves no trace but
 the versions of its tokens.
 
-An environment that fails (`rl.environments.runner`) costs its trajectory: it ends as it stands, FAILED and without a reward.
+An environment that fails (`rl.environments.runner`) costs its trajectory: it ends as it stands, FAILED and without a reward. One
+that is too late or too old ends likewise, CANCELLED.
 """
 
 import dataclasses
@@ -15,8 +16,9 @@ import numpy as np
 
 from models.tokenizer import ByteTokenizer
 from rl.environments import IN_PROCESS, Environment, Failure, Fault, RunnerOptions, Step, make_runner
-from rl.sampler import Request, SampledTokens, Sampler
-from rl.types import NO_POLICY, FinishReason, Trajectory
+from rl.requests import Request, SampledTokens
+from rl.sampler import Sampler
+from rl.types import NO_POLICY, FinishReason, SamplingContract, Trajectory
 
 MAX_FAILED_IN_A_ROW = 256
 """Episodes after which an environment is taken for broken: a run that only starts episodes anew would never end."""
@@ -40,6 +42,7 @@ class _Episode:
     turn_tokens: int = 0  # of the present turn, already sampled
     newest_version: int = NO_POLICY  # among the tokens
     reward: float = 0.0
+    contract: SamplingContract | None = None  # of what was sampled
 
     def observe(self, tokens: np.ndarray) -> None:
         """Appends what the environment wrote."""
@@ -47,6 +50,10 @@ class _Episode:
         self.sampler_logprobs.extend([np.nan] * len(tokens))
         self.policy_versions.extend([NO_POLICY] * len(tokens))
         self.context_versions.extend([NO_POLICY] * len(tokens))
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(version != NO_POLICY for version in self.policy_versions)
 
     def act(self, sampled: SampledTokens) -> list[int]:
         """Appends what the policy sampled; returns the versions that are new to this episode, in order."""
@@ -58,6 +65,7 @@ class _Episode:
         self.policy_versions.extend(versions)
         self.context_versions.extend(sampled.context_versions.tolist())
         self.turn_tokens += len(versions)
+        self.contract = sampled.contract
         if versions[-1] == self.newest_version:  # versions only grow
             return []
         new_versions = sorted(set(versions) - {self.newest_version})
@@ -66,11 +74,12 @@ class _Episode:
 
     def trajectory(self, *, reward: float | None, success: bool, finish_reason: FinishReason) -> Trajectory:
         arrays = {name: np.asarray(self.__dict__[name], dtype) for name, dtype in _TOKEN_ARRAYS.items()}
-        # Greedy tokens were not drawn from the distribution whose logprob they carry: no ratio of theirs means anything.
-        loss_mask = (arrays["policy_versions"] != NO_POLICY) & (not self.greedy)
+        # Tokens that were not drawn from the distribution whose logprob they carry: no ratio of theirs means anything.
+        loss_mask = (arrays["policy_versions"] != NO_POLICY) & (self.contract is not None and self.contract.is_trainable)
         turn_starts = np.asarray(self.turn_starts, np.int32)
         return Trajectory(request_id=self.request_id, group_id=self.group_id, **arrays, loss_mask=loss_mask,
-                          turn_starts=turn_starts, reward=reward, success=success, finish_reason=finish_reason)
+                          turn_starts=turn_starts, reward=reward, success=success, finish_reason=finish_reason,
+                          contract=self.contract)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +101,14 @@ class Rollouts:
       max_length: tokens that a context may hold; an episode that would outgrow it ends there, truncated. A single observation
         of more characters is a fault of its environment.
       options: where environments run.
+      max_tokens: that an episode may sample; one that has goes as far as its environment's answer, and ends there, truncated.
+      deadline: decode steps after which an episode is cancelled.
     """
 
     def __init__(self, sampler: Sampler, make_environment: Callable[[], Environment], *, max_length: int,
-                 options: RunnerOptions = IN_PROCESS):
+                 options: RunnerOptions = IN_PROCESS, max_tokens: int | None = None, deadline: int | None = None):
         self._sampler = sampler
-        self._max_length = max_length
+        self._max_length, self._max_tokens, self._deadline = max_length, max_tokens, deadline
         self._max_turn_tokens = make_environment().max_turn_tokens
         self._runner = make_runner(make_environment, options, max_characters=max_length)
         self._tokenizer = ByteTokenizer()
@@ -126,6 +137,9 @@ class Rollouts:
         finished, turns, new_versions, num_tokens = self._begin(), [], [], 0
         for sampled in self._sampler.step(num_steps):
             episode = self._episodes[sampled.request_id]
+            if sampled.expired:
+                finished.append(self._cancel(episode))
+                continue
             new_versions.extend(episode.act(sampled))
             num_tokens += len(sampled.tokens)
             if sampled.turn_over:
@@ -140,11 +154,12 @@ class Rollouts:
 
     def cancel(self, request_ids: Sequence[int]) -> list[Trajectory]:
         """Ends episodes where they are and returns them as they stand, so that their versions can be released."""
-        cancelled = [self._episodes.pop(request_id) for request_id in request_ids]
-        for episode in cancelled:
-            self._sampler.release(episode.request_id)
-        self._runner.end(request_ids)
-        return [episode.trajectory(reward=None, success=False, finish_reason=FinishReason.FAILED) for episode in cancelled]
+        return [self._cancel(self._episodes[request_id]) for request_id in request_ids]
+
+    def outdated(self, oldest: int) -> list[int]:
+        """Request ids of the episodes that hold a token of an older version than this."""
+        return [episode.request_id for episode in self._episodes.values()
+                if any(NO_POLICY < version < oldest for version in episode.policy_versions)]
 
     @property
     def num_running(self) -> int:
@@ -178,7 +193,8 @@ class Rollouts:
                 episode.observe(prompt)
                 episode.seed = None
                 tokens = np.asarray(episode.tokens, np.int32)
-                self._sampler.submit(Request(episode.request_id, episode.group_id, tokens, self._max_turn_tokens, episode.greedy))
+                self._sampler.submit(Request(episode.request_id, episode.group_id, tokens, self._max_turn_tokens, episode.greedy,
+                                             self._max_tokens, self._deadline))
         return failed
 
     def _answer(self, episodes: list[_Episode]) -> list[Trajectory]:
@@ -198,7 +214,7 @@ class Rollouts:
         if answer.done:
             return self._finish(episode, answer.success, FinishReason.LENGTH if answer.truncated else FinishReason.ENVIRONMENT)
         observation = self._tokenizer.encode(answer.observation)
-        if len(episode.tokens) + len(observation) >= self._max_length:
+        if len(episode.tokens) + len(observation) >= self._max_length or episode.num_sampled == self._max_tokens:
             return self._finish(episode, answer.success, FinishReason.LENGTH)
         episode.observe(observation)
         self._sampler.extend(episode.request_id, observation)
@@ -216,6 +232,10 @@ class Rollouts:
         self._leave(episode)
         return episode.trajectory(reward=None, success=False, finish_reason=FinishReason.FAILED)
 
+    def _cancel(self, episode: _Episode) -> Trajectory:
+        self._leave(episode)
+        return episode.trajectory(reward=None, success=False, finish_reason=FinishReason.CANCELLED)
+
     def _leave(self, episode: _Episode) -> None:
         self._sampler.release(episode.request_id)
         self._runner.end([episode.request_id])
@@ -226,9 +246,10 @@ class Rollouts:
         episodes = []
         for episode in self._episodes.values():
             arrays = {name: np.asarray(episode.__dict__[name], dtype) for name, dtype in _TOKEN_ARRAYS.items()}
+            contract = None if episode.contract is None else dict(episode.contract.__dict__)
             environment = None if episode.seed is not None else self._runner.state(episode.request_id)
             episodes.append({**episode.__dict__, **arrays, "turn_starts": np.asarray(episode.turn_starts, np.int32),
-                             "environment": environment})
+                             "environment": environment, "contract": contract})
         return {"episodes": episodes, "failed_in_a_row": self._failed_in_a_row, "last_failure": self._last_failure}
 
     def restore(self, state: dict) -> None:
@@ -238,6 +259,7 @@ class Rollouts:
         for saved in state["episodes"]:
             saved = {**saved, **{name: saved[name].tolist() for name in (*_TOKEN_ARRAYS, "turn_starts")}}
             environment = saved.pop("environment")
+            saved["contract"] = saved["contract"] and SamplingContract(**saved["contract"])
             episode = self._episodes[saved["request_id"]] = _Episode(**saved)
             if episode.seed is None:
                 self._runner.restore(episode.request_id, environment)

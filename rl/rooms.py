@@ -16,6 +16,7 @@ from rl.sampler import Sampler
 from rl.snapshot_store import SnapshotStore
 from rl.snapshots import SnapshotRing
 from rl.timeline import Timeline
+from rl.types import SamplingContract
 
 
 @dataclasses.dataclass
@@ -36,6 +37,7 @@ class Rooms:
     metrics: MetricsWriter
     timeline: Timeline
     anchor_bytes: AnchorBytes
+    contract: SamplingContract  # what the learner takes sampled tokens for; others are refused
 
     @property
     def needs_ring(self) -> bool:

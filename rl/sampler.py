@@ -4,70 +4,42 @@ A request waits, gets a slot, and keeps it for its whole episode: turn after tur
 goes on from where it was. `step` makes one device call of several decode steps and hands out what was sampled, each token with
 its logprob and its version. A `publish` may come between any two steps; what it does to the running contexts is `Swap`.
 
+A prompt that is longer than a chunk is prefilled a chunk a step, while the others decode.
+
 Rows remember their contexts on the host. A row whose cache does not belong to the present policy, or was never there, is
 *stale*: the next step recomputes it. That is how a publish with `REPREFILL`, and a restored sampler, get their caches back.
 """
 
 import dataclasses
-import enum
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from models.transformer import Params
 from rl.batching import bucket_length, pad_rows
-from rl.sampling import LoadedPolicy, raise_if_too_long
-from rl.types import NO_POLICY
+from rl.requests import Request, Row, SampledTokens, Swap
+from rl.sampling import LoadedPolicy, Prefix, raise_if_too_long
+from rl.types import NO_POLICY, SamplingContract
 
 if TYPE_CHECKING:  # it is handed in, so that a process without a sampler never imports JetStream
     from rl.engine import PolicyEngine
 
 
-class Swap(enum.Enum):
-    """What a publish does to the KV caches of running contexts."""
-
-    REPREFILL = "reprefill"  # recomputed: the behaviour policy of each token is exactly one version
-    KEEP_KV = "keep_kv"  # kept, as PipelineRL does (arXiv 2509.19128): tokens see keys and values of older versions
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """An episode to sample. Requests of one group with one prompt share its prefill.
-
-    `request_id` names the sampling noise, so it must be unique in a run.
-    """
-
-    request_id: int
-    group_id: int
-    prompt: np.ndarray  # int32 [n]
-    max_turn_tokens: int
-    greedy: bool = False
-
-
-class SampledTokens(NamedTuple):
-    """New tokens of one request; arrays [n]."""
-
-    request_id: int
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    policy_versions: np.ndarray
-    context_versions: np.ndarray  # the oldest version in the cache that each token was sampled from
-    turn_over: bool
-
-
 @dataclasses.dataclass
-class _Row:
-    """A request in a slot."""
+class _Prefill:
+    """A prompt on its way into the cache, and the slots of those who share it."""
 
-    request: Request
-    context: list[int]
-    context_version: int
-    remaining: int  # tokens this turn may still sample; 0: waiting for its environment
-    is_stale: bool = True  # the cache must be computed before the row may decode
-    pending: np.ndarray | None = None  # tokens at the end of the context that the engine has not seen yet
+    slots: list[int]
+    prompt: np.ndarray
+    prefix: Prefix | None = None
+    done: int = 0  # tokens
+
+    @property
+    def is_over(self) -> bool:
+        return self.done == len(self.prompt)
 
 
 class Sampler:
@@ -75,24 +47,30 @@ class Sampler:
 
     Args:
       engine: where the device work happens.
-      lengths: buckets that recomputed contexts are padded to. Prompts and what environments write may be far shorter: they are
-        padded to powers of two up to the largest bucket.
+      lengths: buckets that recomputed contexts are padded to, and that attention looks at in a decode call. Prompts and what
+        environments write may be far shorter: they are padded to powers of two up to the largest bucket.
       refill_rows: slots filled or recomputed in one device call.
       swap: what a publish does to running contexts.
+      prefill_chunk: tokens of a prompt, or of what an environment wrote, that the others wait for at a time.
     """
 
-    def __init__(self, engine: "PolicyEngine", *, lengths: tuple[int, ...], refill_rows: int, swap: Swap):
+    def __init__(self, engine: "PolicyEngine", *, lengths: tuple[int, ...], refill_rows: int, swap: Swap,
+                 prefill_chunk: int | None = None):
         self._engine = engine
         self._lengths = lengths
         self._short_lengths = (*(2**power for power in range(3, (lengths[-1] - 1).bit_length())), lengths[-1])
         self._refill_rows = min(refill_rows, engine.max_concurrent_decodes)
         self._room = engine.max_prefill_length  # of a slot
+        self._chunk = self._room if prefill_chunk is None else prefill_chunk
         self._swap = swap
+        self.contract = SamplingContract(temperature=engine.temperature, compute_dtype=engine.compute_dtype, swap=swap.value,
+                                         top_k=engine.top_k, top_p=engine.top_p)
         self._policy: LoadedPolicy | None = None
         self._state = engine.init_decode_state()
-        self._waiting: dict[int, Request] = {}  # by request id, in order of arrival
-        self._rows: dict[int, _Row] = {}  # by slot
+        self._waiting: dict[int, tuple[Request, int]] = {}  # by request id, in order of arrival: with the decode steps until then
+        self._rows: dict[int, Row] = {}  # by slot
         self._slot_of: dict[int, int] = {}  # by request id
+        self._prefills: list[_Prefill] = []
         self._paused = False
         self.version = NO_POLICY
         self.num_decode_steps = 0
@@ -105,25 +83,23 @@ class Sampler:
         """Queues a request.
 
         Raises:
-          ValueError: an empty prompt, one that leaves no room to sample, or a request id in use.
+          ValueError: a prompt that leaves no room to sample, or a request id in use.
         """
-        if not len(request.prompt):
-            raise ValueError(f"request {request.request_id} has an empty prompt; wanted at least one token to sample after")
         raise_if_too_long(len(request.prompt), self._room)
-        if request.max_turn_tokens < 1:
-            raise ValueError(f"request {request.request_id} may sample {request.max_turn_tokens} tokens a turn, wanted at least "
-                             "1; look at the environment's max_turn_tokens")
         if request.request_id in self._slot_of or request.request_id in self._waiting:
             raise ValueError(f"request {request.request_id} is already being sampled; request ids name the sampling noise, "
                              "so give each request of a run its own")
-        self._waiting[request.request_id] = request
+        self._waiting[request.request_id] = request, self.num_decode_steps
 
     def extend(self, request_id: int, tokens: np.ndarray) -> None:
         """Appends an environment's tokens to a request whose turn is over, and starts its next turn.
 
         Raises:
-          ValueError: the turn is not over, no tokens, or too many to leave room for sampling.
+          ValueError: no such request, the turn is not over, no tokens, too many to leave room for sampling, or all that the
+            request may sample has been sampled.
         """
+        if request_id not in self._slot_of:
+            raise ValueError(f"request {request_id} has no slot to be extended in: it waits, was released, or has expired")
         row = self._rows[self._slot_of[request_id]]
         if row.remaining:
             raise ValueError(f"request {request_id} is in the middle of a turn and may sample {row.remaining} more tokens; "
@@ -131,16 +107,25 @@ class Sampler:
         if not len(tokens):
             raise ValueError(f"request {request_id} is extended by 0 tokens, wanted at least 1; "
                              "release it if its episode is over")
+        if row.num_sampled == row.request.max_tokens:
+            raise ValueError(f"request {request_id} has sampled all of its {row.num_sampled} tokens; release it")
         raise_if_too_long(len(row.context) + len(tokens), self._room)
         row.context.extend(tokens.tolist())
         row.pending = tokens
-        row.remaining = self._turn_budget(row.request, len(row.context))
+        row.begin_turn(self._room)
 
     def release(self, request_id: int) -> None:
-        """Ends a request and frees its slot, wherever it is."""
+        """Ends a request and frees its slot, wherever it is: aborts it, if it is running. Any other id is none of ours."""
         self._waiting.pop(request_id, None)
         slot = self._slot_of.pop(request_id, None)
-        if slot is not None and self._rows.pop(slot).remaining:
+        if slot is None:
+            return
+        row = self._rows.pop(slot)
+        if not row.is_filled:
+            self._prefills = [prefill for prefill in self._prefills if prefill.slots != [slot]]
+            for prefill in self._prefills:
+                prefill.slots = [other for other in prefill.slots if other != slot]
+        elif row.remaining:
             self._state = self._engine.free_resource(self._state, slot)
 
     # --- policy ---
@@ -156,6 +141,7 @@ class Sampler:
                              "versions count publishes")
         self._policy = self._engine.load_params(params, version)
         self.version = version
+        self._requeue_prefills()
         if self._swap is Swap.REPREFILL:
             self._mark_stale()
 
@@ -171,6 +157,8 @@ class Sampler:
     def step(self, num_steps: int) -> list[SampledTokens]:
         """Up to `num_steps` decode steps, at most one device call of them; returns what each running request sampled.
 
+        A request whose deadline has come is ended first, and says so.
+
         Raises:
           RuntimeError: nothing was published yet, so there is no policy to sample from.
         """
@@ -178,13 +166,18 @@ class Sampler:
             raise RuntimeError("the sampler has no policy yet; publish version 0 before the first step")
         if self._paused:
             return []
+        collected = self._expire()
         self._admit()
         self._refill_stale()
         self._append_pending()
-        running = {slot: row for slot, row in self._rows.items() if row.remaining}
+        running = {slot: row for slot, row in self._rows.items() if row.is_running}
         if not running:
-            return []
-        self._state, sampled = self._engine.decode(self._policy, self._state, min(num_steps, self._engine.max_steps))
+            return collected
+        steps_left = (self._steps_left(row.request, row.submitted) for row in running.values())
+        num_steps = min(num_steps, self._engine.max_steps, *steps_left)
+        longest = max(len(row.context) for row in running.values())
+        span = bucket_length(min(longest + num_steps, self._room), self._lengths)
+        self._state, sampled = self._engine.decode(self._policy, self._state, num_steps, span=span)
         sampled, remaining = jax.device_get((sampled, self._state.remaining))
         self.num_decode_steps += int(sampled.num_steps[0])
         self.num_sampled_tokens += int(sampled.valid.sum())
@@ -193,14 +186,14 @@ class Sampler:
         context_versions = np.broadcast_to(context_versions, sampled.tokens.shape)
         # A row is valid until its turn ends, and then no more: a slice is enough.
         counts, remaining = sampled.valid.sum(axis=1).tolist(), remaining.tolist()
-        collected = []
         for slot, row in running.items():
             there = (slot, slice(counts[slot]))
             tokens = sampled.tokens[there]
             row.context.extend(tokens.tolist())
             row.remaining = remaining[slot]
+            row.num_sampled += len(tokens)
             collected.append(SampledTokens(row.request.request_id, tokens, sampled.logprobs[there], sampled.versions[there],
-                                           context_versions[there], row.remaining == 0))
+                                           context_versions[there], row.remaining == 0, self._contract(row.request)))
         return collected
 
     @property
@@ -223,36 +216,85 @@ class Sampler:
         """Requests without one."""
         return len(self._waiting)
 
-    def _turn_budget(self, request: Request, context_length: int) -> int:
-        return min(request.max_turn_tokens, self._room - context_length)
+    def _contract(self, request: Request) -> SamplingContract:
+        return dataclasses.replace(self.contract, greedy=True) if request.greedy else self.contract
+
+    def _steps_left(self, request: Request, submitted: int) -> int:
+        """Decode steps until its deadline."""
+        return self._engine.max_steps if request.deadline is None else submitted + request.deadline - self.num_decode_steps
+
+    def _expire(self) -> list[SampledTokens]:
+        """Ends the requests whose deadline has come; returns their last words."""
+        there = [*self._waiting.values(), *((row.request, row.submitted) for row in self._rows.values())]
+        expired = [request for request, submitted in there if self._steps_left(request, submitted) <= 0]
+        for request in expired:
+            self.release(request.request_id)
+        nothing = np.zeros(0, np.int32)
+        return [SampledTokens(request.request_id, nothing, np.zeros(0, np.float32), nothing, nothing, turn_over=False,
+                              contract=self._contract(request), expired=True) for request in expired]
 
     def _mark_stale(self) -> None:
         for row in self._rows.values():
             row.is_stale = True
 
+    # --- prompts ---
+
     def _admit(self) -> None:
-        """Gives free slots to waiting requests in order, with one prefill for neighbours that share a group and a prompt."""
-        if not self._waiting:
-            return
-        free = [slot for slot in range(self._engine.max_concurrent_decodes) if slot not in self._rows]
+        """Gives free slots to waiting requests in order, and goes on with their prefills."""
+        free = [slot for slot in range(self._engine.max_concurrent_decodes) if slot not in self._rows] if self._waiting else []
         admitted = [self._waiting.pop(request_id) for request_id in list(self._waiting)[:len(free)]]
         pairs = zip(free, admitted, strict=False)
-        for _, members in itertools.groupby(pairs, lambda pair: (pair[1].group_id, pair[1].prompt.tobytes())):
+        for _, members in itertools.groupby(pairs, lambda pair: (pair[1][0].group_id, pair[1][0].prompt.tobytes())):
             members = list(members)
-            prompt = members[0][1].prompt
-            padded = pad_rows([prompt], bucket_length(len(prompt), self._short_lengths), fill=0)[0]
-            prefix = self._engine.prefill(params=self._policy, padded_tokens=padded, true_length=len(prompt))
-            self.num_prefilled_tokens += len(prompt)
-            for slot, request in members:
-                remaining = self._turn_budget(request, len(prompt))
-                self._place(slot, _Row(request, prompt.tolist(), self.version, remaining, is_stale=False))
-            for slots in self._calls([slot for slot, _ in members]):
-                padded_slots, facts = self._describe(slots)
-                self._state = self._engine.insert_group(prefix, self._state, padded_slots, **facts)
+            prompt = members[0][1][0].prompt
+            for slot, (request, submitted) in members:
+                row = Row(request, submitted, prompt.tolist(), self.version, remaining=0, is_stale=False, is_filled=False)
+                row.begin_turn(self._room)
+                self._place(slot, row)
+            self._prefills.append(_Prefill([slot for slot, _ in members], prompt))
+        has_advanced = False
+        for prefill in list(self._prefills):
+            if len(prefill.prompt) > self._chunk:
+                if has_advanced:
+                    continue
+                has_advanced = True
+            self._prefill_chunk(prefill)
+            if prefill.is_over:
+                self._insert(prefill)
 
-    def _place(self, slot: int, row: _Row) -> None:
+    def _prefill_chunk(self, prefill: _Prefill) -> None:
+        """The next tokens of a prompt, as many as the others wait for; neighbours in a group share it."""
+        tokens = prefill.prompt[prefill.done:prefill.done + self._chunk]
+        room = bucket_length(len(prefill.prompt), self._short_lengths)
+        padded = pad_rows([tokens], bucket_length(len(tokens), self._short_lengths), fill=0)[0]
+        prefill.prefix = self._engine.prefill(params=self._policy, existing_prefix=prefill.prefix, padded_tokens=padded,
+                                              true_length=len(tokens), room=room)
+        prefill.done += len(tokens)
+        self.num_prefilled_tokens += len(tokens)
+
+    def _insert(self, prefill: _Prefill) -> None:
+        self._prefills.remove(prefill)
+        for slots in self._calls(prefill.slots):
+            padded_slots, facts = self._describe(slots)
+            self._state = self._engine.insert_group(prefill.prefix, self._state, padded_slots, **facts)
+        for slot in prefill.slots:
+            self._rows[slot].is_filled = True
+
+    def _requeue_prefills(self) -> None:
+        """Half a prompt of an older policy is worth nothing: whoever waits for it goes back to the head of the queue."""
+        slots = [slot for prefill in self._prefills for slot in prefill.slots]
+        self._prefills = []
+        requeued = {}
+        for row in (self._rows.pop(slot) for slot in slots):
+            del self._slot_of[row.request.request_id]
+            requeued[row.request.request_id] = row.request, row.submitted
+        self._waiting = requeued | self._waiting
+
+    def _place(self, slot: int, row: Row) -> None:
         self._rows[slot] = row
         self._slot_of[row.request.request_id] = slot
+
+    # --- contexts ---
 
     def _refill_stale(self) -> None:
         """Recomputes the contexts of stale rows that are about to decode, rows of one length bucket together."""
@@ -276,19 +318,31 @@ class Sampler:
             self.num_prefilled_tokens += len(row.context)
 
     def _append_pending(self) -> None:
-        """Feeds what environments wrote since the last step, for all slots in one call."""
-        pending = {slot: row for slot, row in self._rows.items() if row.pending is not None}
-        if not pending:
-            return
-        slots = self._engine.max_concurrent_decodes
-        width = bucket_length(max(len(row.pending) for row in pending.values()), self._short_lengths)
-        tokens = np.zeros((slots, width), np.int32)
-        counts, remaining = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-        for slot, row in pending.items():
-            counts[slot], remaining[slot] = len(row.pending), row.remaining
-            tokens[slot, :len(row.pending)] = row.pending
-            row.pending = None
-        self._state = self._engine.append(self._policy, self._state, tokens, counts=counts, remaining=remaining)
+        """Feeds what environments wrote, a chunk of it at a time; slots with as much to read share a call."""
+        by_width: dict[int, list[int]] = {}
+        for slot, row in self._rows.items():
+            if row.pending is not None:
+                width = bucket_length(min(len(row.pending), self._chunk), self._short_lengths)
+                by_width.setdefault(width, []).append(slot)
+        for width, slots_of_width in sorted(by_width.items()):
+            for slots in self._calls(slots_of_width):
+                self._append(slots, width)
+
+    def _append(self, slots: list[int], width: int) -> None:
+        num_rows = 1 if len(slots) == 1 else self._refill_rows  # of two programs, not one for each number of rows
+        padded_slots = np.full(num_rows, self._engine.max_concurrent_decodes, np.int32)
+        padded_slots[:len(slots)] = slots
+        tokens = np.zeros((num_rows, width), np.int32)
+        counts, remaining = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        for index, row in enumerate(self._rows[slot] for slot in slots):
+            part = row.pending[:self._chunk]
+            tokens[index, :len(part)], counts[index] = part, len(part)
+            row.pending = row.pending[len(part):] if len(part) < len(row.pending) else None
+            remaining[index] = row.remaining if row.pending is None else 0
+            self.num_prefilled_tokens += len(part)
+        span = bucket_length(max(len(self._rows[slot].context) for slot in slots), self._lengths)
+        self._state = self._engine.append(self._policy, self._state, padded_slots, tokens=tokens, counts=counts,
+                                          remaining=remaining, span=span)
 
     def _calls(self, slots: list[int]) -> Iterator[list[int]]:
         """Parts of at most as many slots as one device call takes."""
@@ -312,13 +366,13 @@ class Sampler:
         Taking it makes every cache stale: a checkpoint is a version boundary whether or not the run goes on from it, so that a
         resumed run and a straight one are the same run.
         """
+        self._requeue_prefills()
         self._mark_stale()
         return {"version": self.version, "paused": self._paused, "num_decode_steps": self.num_decode_steps,
                 "num_sampled_tokens": self.num_sampled_tokens, "num_prefilled_tokens": self.num_prefilled_tokens,
-                "waiting": [dict(request.__dict__) for request in self._waiting.values()],
-                "rows": [{"slot": slot, "request": dict(row.request.__dict__), "context": np.asarray(row.context, np.int32),
-                          "context_version": row.context_version, "remaining": row.remaining}
-                         for slot, row in self._rows.items()]}
+                "waiting": [{"request": dict(request.__dict__), "submitted": submitted}
+                            for request, submitted in self._waiting.values()],
+                "rows": [{"slot": slot, **row.state()} for slot, row in self._rows.items()]}
 
     def restore(self, state: dict, params: Params) -> None:
         """Takes a `state` back; `params` are the published parameters of its version."""
@@ -328,8 +382,8 @@ class Sampler:
         self.num_decode_steps, self.num_sampled_tokens = state["num_decode_steps"], state["num_sampled_tokens"]
         self.num_prefilled_tokens = state["num_prefilled_tokens"]
         self._paused = state["paused"]
-        self._waiting = {request["request_id"]: Request(**request) for request in state["waiting"]}
-        self._rows, self._slot_of = {}, {}
+        requests = [(Request(**waiting["request"]), waiting["submitted"]) for waiting in state["waiting"]]
+        self._waiting = {request.request_id: (request, submitted) for request, submitted in requests}
+        self._rows, self._slot_of, self._prefills = {}, {}, []
         for saved in state["rows"]:
-            row = _Row(Request(**saved["request"]), saved["context"].tolist(), saved["context_version"], saved["remaining"])
-            self._place(saved["slot"], row)
+            self._place(saved["slot"], Row.from_state({name: value for name, value in saved.items() if name != "slot"}))

@@ -1,4 +1,4 @@
-"""Sampling in slots, as pure functions: the decode state, how a token is drawn, and how contexts come, grow and go.
+"""Sampling in slots, as pure functions: the decode state, the loop of decode steps, and how contexts come, grow and go.
 
 A row holds a context of n+1 tokens as n in the cache and one, `next_tokens`, that the next decode step feeds. A row whose
 `remaining` is 0 is idle: decoding leaves it as it is. The version of a policy rides in `LoadedPolicy` with the weights, so no
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from models import decode
 from models.transformer import Model, Params
-from rl.logprobs import log_softmax_and_entropy
+from rl.drawing import sample
 
 
 @chex.dataclass(frozen=True)
@@ -66,10 +66,11 @@ def empty_state(model: Model, slots: int) -> DecodeState:
 
 
 def decode_loop(model: Model, policy: LoadedPolicy, state: DecodeState, key: jax.Array, is_stop: jax.Array, num_steps: jax.Array,
-                *, max_steps: int, temperature: float, top_p: float) -> tuple[DecodeState, Sampled]:
+                *, span: int, max_steps: int, temperature: float, top_k: int, top_p: float) -> tuple[DecodeState, Sampled]:
     """Decode steps until `num_steps` of at most `max_steps` are done or every slot is idle.
 
-    A turn ends at a token that `is_stop`, bool [V], marks, or when nothing remains. `temperature` and `top_p`: see `sample`.
+    A turn ends at a token that `is_stop`, bool [V], marks, or when nothing remains. Attention looks at the first `span` places
+    of a slot; what decodes must fit into them. `temperature`, `top_k` and `top_p`: see `drawing.sample`.
     """
     slots = state.remaining.shape[0]
     shape = (slots, max_steps)
@@ -86,7 +87,7 @@ def decode_loop(model: Model, policy: LoadedPolicy, state: DecodeState, key: jax
         positions = jnp.where(active, state.lengths, model.config.max_length)
         logits, cache = decode.decode_step(model, policy.weights, state.cache, state.next_tokens, positions=positions)
         tokens, logprobs = sample(logits, key, request_ids=state.request_ids, positions=state.lengths + 1, greedy=state.greedy,
-                                  temperature=temperature, top_p=top_p)
+                                  temperature=temperature, top_k=top_k, top_p=top_p)
         remaining = jnp.where(is_stop[tokens], 0, state.remaining - 1)
         one = active.astype(jnp.int32)
         sampled = Sampled(tokens=sampled.tokens.at[:, step].set(tokens), logprobs=sampled.logprobs.at[:, step].set(logprobs),
@@ -97,63 +98,21 @@ def decode_loop(model: Model, policy: LoadedPolicy, state: DecodeState, key: jax
                               remaining=jnp.where(active, remaining, 0))
         return step + 1, state, sampled
 
-    _, state, sampled = jax.lax.while_loop(going, one_step, (jnp.int32(0), state, empty))
-    return state, sampled
-
-
-def sample(logits: jax.Array, key: jax.Array, *, request_ids: jax.Array, positions: jax.Array, greedy: jax.Array,
-           temperature: float, top_p: float) -> tuple[jax.Array, jax.Array]:
-    """One token a row by the Gumbel maximum.
-
-    The noise depends on (key, request id, position of the token) alone, so neither the slot, nor its neighbours, nor the timing
-    of the call changes what a request samples.
-
-    Args:
-      logits: float32 [S, V].
-      key: the run's sampling key.
-      request_ids: int32 [S].
-      positions: int32 [S], the position the sampled token will have.
-      greedy: bool [S], take the likeliest token instead.
-      temperature: divides the logits.
-      top_p: keep the likeliest tokens that together hold this mass.
-
-    Returns:
-      Tokens int32 [S] and their logprobs float32 [S] in nats, under the distribution that sampled them.
-    """
-    log_probabilities, _ = log_softmax_and_entropy(logits, temperature=temperature)
-    if top_p < 1:
-        log_probabilities = nucleus(log_probabilities, top_p)
-
-    def row_noise(request_id, position):
-        return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, request_id), position), (logits.shape[1],))
-
-    noise = jax.vmap(row_noise)(request_ids, positions)
-    tokens = jnp.argmax(log_probabilities + jnp.where(greedy[:, None], 0.0, noise), axis=-1)
-    return tokens, jnp.take_along_axis(log_probabilities, tokens[:, None], axis=-1)[:, 0]
-
-
-def nucleus(log_probabilities: jax.Array, top_p: float) -> jax.Array:
-    """Renormalised over the smallest set of likeliest tokens whose mass reaches `top_p` (arXiv 1904.09751).
-
-    Tokens as likely as the last of the set are all kept: which of them to drop would be an accident of their ids.
-    """
-    descending = jnp.flip(jnp.sort(log_probabilities, axis=-1), axis=-1)
-    mass_before = jnp.cumsum(jnp.exp(descending), axis=-1) - jnp.exp(descending)
-    last_kept = jnp.sum((mass_before < top_p).astype(jnp.int32), axis=-1, keepdims=True) - 1
-    threshold = jnp.take_along_axis(descending, last_kept, axis=-1)
-    return jax.nn.log_softmax(jnp.where(log_probabilities >= threshold, log_probabilities, -jnp.inf), axis=-1)
+    narrow = state.replace(cache=state.cache.head(span))
+    _, narrow, sampled = jax.lax.while_loop(going, one_step, (jnp.int32(0), narrow, empty))
+    return narrow.replace(cache=state.cache.with_head(narrow.cache)), sampled
 
 
 def prefill(model: Model, weights: Params, existing: Prefix | None, tokens: jax.Array, *, true_length: jax.Array,
-            request_id: jax.Array, remaining: jax.Array, greedy: jax.Array) -> Prefix:
-    """The context of `existing`, if any, and `true_length` of int32 tokens [n]. All but the last go into the cache."""
+            request_id: jax.Array, remaining: jax.Array, greedy: jax.Array, room: int) -> Prefix:
+    """The context of `existing`, if any, and `true_length` of int32 tokens [n]. All but the last go into the cache, of `room`."""
     last = tokens[true_length - 1]
     if existing is None:
         fed, count, start = tokens, true_length - 1, jnp.zeros((), jnp.int32)
-        cache = decode.init_cache(model.config, 1, tokens.shape[0])
+        cache = decode.init_cache(model.config, 1, room)
     else:
         fed, count, start = jnp.concatenate([existing.next_token[None], tokens[:-1]]), true_length, existing.length
-        cache = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, tokens.shape[0]), (0, 0), (0, 0))), existing.cache)
+        cache = existing.cache.head(room)
     _, cache = decode.extend(model, weights, cache, fed[None], starts=start[None], counts=count[None])
     return Prefix(cache=cache, next_token=last, length=start + count, request_id=request_id, remaining=remaining, greedy=greedy)
 
@@ -167,8 +126,8 @@ def insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
 def insert_group(prefix: Prefix, state: DecodeState, slots: jax.Array, *, request_ids: jax.Array, remaining: jax.Array,
                  greedy: jax.Array) -> DecodeState:
     """Puts a prefix into R slots, for a request each; all arrays [R]. A slot number of S stands for no slot."""
-    room = state.cache.keys[0].shape[1]  # a prefix that others extended may have padding beyond it
-    cache = jax.tree.map(lambda leaf: jnp.repeat(leaf[:, :room], slots.shape[0], axis=0), prefix.cache)
+    room = min(prefix.cache.room, state.cache.room)  # a prefix that others extended may have padding beyond the slot
+    cache = prefix.cache.head(room).rows(jnp.zeros_like(slots))
     return _fill(state, slots, cache, next_tokens=jnp.full_like(slots, prefix.next_token),
                  lengths=jnp.full_like(slots, prefix.length), request_ids=request_ids, remaining=remaining, greedy=greedy)
 
@@ -185,15 +144,22 @@ def refill(model: Model, weights: Params, state: DecodeState, slots: jax.Array, 
                  greedy=greedy)
 
 
-def append(model: Model, weights: Params, state: DecodeState, tokens: jax.Array, *, counts: jax.Array,
-           remaining: jax.Array) -> DecodeState:
-    """Appends counts[s] of int32 tokens [S, T] to slot s and lets it sample `remaining[s]`; count 0 leaves a slot alone."""
-    fed = jnp.concatenate([state.next_tokens[:, None], tokens[:, :-1]], axis=1)
-    _, cache = decode.extend(model, weights, state.cache, fed, starts=state.lengths, counts=counts)
-    appended = counts > 0
+def append(model: Model, weights: Params, state: DecodeState, slots: jax.Array, *, tokens: jax.Array, counts: jax.Array,
+           remaining: jax.Array, span: int) -> DecodeState:
+    """Appends counts[r] of int32 tokens [R, T] to R slots and lets each sample `remaining[r]`; what they hold then fits `span`.
+
+    A slot number of S stands for no slot.
+    """
+    starts, first = (leaf.at[slots].get(mode="clip") for leaf in (state.lengths, state.next_tokens))
+    fed = jnp.concatenate([first[:, None], tokens[:, :-1]], axis=1)
+    _, cache = decode.extend(model, weights, state.cache.head(span).rows(slots), fed, starts=starts, counts=counts)
     last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-    return state.replace(cache=cache, next_tokens=jnp.where(appended, last, state.next_tokens), lengths=state.lengths + counts,
-                         remaining=jnp.where(appended, remaining, state.remaining))
+
+    def put(leaf, new):
+        return leaf.at[slots].set(new, mode="drop")
+
+    return state.replace(cache=state.cache.with_rows(slots, cache), next_tokens=put(state.next_tokens, last),
+                         lengths=put(state.lengths, starts + counts), remaining=put(state.remaining, remaining))
 
 
 def free(state: DecodeState, slot: jax.Array) -> DecodeState:
@@ -207,8 +173,7 @@ def _fill(state: DecodeState, slots: jax.Array, cache: decode.Cache, *, next_tok
     def put(leaf, new):
         return leaf.at[slots].set(new, mode="drop")
 
-    width = cache.keys[0].shape[1]
-    return DecodeState(cache=jax.tree.map(lambda leaf, new: leaf.at[slots, :width].set(new, mode="drop"), state.cache, cache),
+    return DecodeState(cache=state.cache.with_rows(slots, cache),
                        next_tokens=put(state.next_tokens, next_tokens), lengths=put(state.lengths, lengths),
                        num_sampled=put(state.num_sampled, jnp.zeros_like(lengths)),
                        request_ids=put(state.request_ids, request_ids), remaining=put(state.remaining, remaining),

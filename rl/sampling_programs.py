@@ -24,7 +24,7 @@ class SamplingPrograms:
       mesh: slots spread over its data and fsdp axes, heads over tensor.
       slots: rows decoded together.
       max_steps: most decode steps in one device call.
-      temperature, top_p: see `sampling.sample`.
+      temperature, top_k, top_p: see `drawing.sample`.
 
     Attributes:
       parameter_shardings: where published parameters must lie for `load`.
@@ -34,12 +34,15 @@ class SamplingPrograms:
       ShardingError: slots or heads do not divide over the mesh.
     """
 
-    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, slots: int, max_steps: int, temperature: float, top_p: float):
+    def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, slots: int, max_steps: int, temperature: float,
+                 top_k: int, top_p: float):
         check_rows("sampler slots", slots, mesh)
         self._model, self._whole = model, replicated(mesh)
         self.parameter_shardings = parameter_shardings(model.axes, model.shapes, mesh, DECODE_RULES)
         prepare = functools.partial(decode.prepare, model)
-        self.weights = placed(jax.eval_shape(prepare, model.shapes), _weight_shardings(self.parameter_shardings, model, mesh))
+        decoding = decode.decoding(model)
+        stacked = parameter_shardings(decoding.axes, decoding.shapes, mesh, DECODE_RULES)
+        self.weights = placed(jax.eval_shape(prepare, model.shapes), _weight_shardings(stacked, model, mesh))
         empty_state = functools.partial(sampling.empty_state, model, slots)
         self.state = placed(jax.eval_shape(empty_state), _state_shardings(model, mesh))
 
@@ -49,21 +52,22 @@ class SamplingPrograms:
         weights, state = (jax.tree.map(lambda leaf: leaf.sharding, shapes) for shapes in (self.weights, self.state))
         self.load = make(prepare, weights)
         self.init = make(empty_state, state)
-        self.prefill = make(functools.partial(sampling.prefill, model), self._whole)
+        self.prefill = make(functools.partial(sampling.prefill, model), self._whole, static_argnames="room")
         self.insert = make(sampling.insert, state, donate_argnums=1)
         self.insert_group = make(sampling.insert_group, state, donate_argnums=1)
-        self.append = make(functools.partial(sampling.append, model), state, donate_argnums=1)
+        self.append = make(functools.partial(sampling.append, model), state, donate_argnums=1, static_argnames="span")
         self.refill = make(functools.partial(sampling.refill, model), state, donate_argnums=1)
         self.free = make(sampling.free, state, donate_argnums=0)
-        decode_loop = functools.partial(sampling.decode_loop, model, max_steps=max_steps, temperature=temperature, top_p=top_p)
-        self.decode = make(decode_loop, (state, batch_sharding(mesh)), donate_argnums=1)
+        decode_loop = functools.partial(sampling.decode_loop, model, max_steps=max_steps, temperature=temperature, top_k=top_k,
+                                        top_p=top_p)
+        self.decode = make(decode_loop, (state, batch_sharding(mesh)), donate_argnums=1, static_argnames="span")
 
     def lower_decode(self) -> jax.stages.Lowered:
-        """The program of a decode call, for whoever wants to know it before it runs."""
+        """The program of a decode call over all of a slot, for whoever wants to know it before it runs."""
         policy = LoadedPolicy(weights=self.weights, version=self._shape(jnp.int32))
         key = self._shape(jax.eval_shape(jax.random.key, 0).dtype)
         is_stop = self._shape(jnp.bool_, self._model.config.padded_vocab_size)
-        return self.decode.lower(policy, self.state, key, is_stop, self._shape(jnp.int32))
+        return self.decode.lower(policy, self.state, key, is_stop, self._shape(jnp.int32), span=self._model.config.max_length)
 
     def lower_refill(self, rows: int, length: int) -> jax.stages.Lowered:
         """The program that computes contexts [rows, length] afresh."""
@@ -85,7 +89,7 @@ def _weight_shardings(stacked: Params, model: Model, mesh: jax.sharding.Mesh) ->
 
 def _state_shardings(model: Model, mesh: jax.sharding.Mesh) -> DecodeState:
     rows = batch_sharding(mesh)
-    cache = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(BATCH_AXES, None, "tensor"))
+    cache = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(BATCH_AXES, "tensor"))
     layers = (cache,) * model.config.num_layers
     return DecodeState(cache=decode.Cache(keys=layers, values=layers), next_tokens=rows, lengths=rows, num_sampled=rows,
                        request_ids=rows, remaining=rows, greedy=rows)

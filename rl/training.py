@@ -19,7 +19,7 @@ from rl.ledger import ScoredTrajectory
 from rl.metrics import batch_metrics, staleness_metrics
 from rl.old_logprobs import Anchored
 from rl.rooms import Rooms
-from rl.types import Batch, Trajectory
+from rl.types import Batch, Trajectory, check_contract
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -66,8 +66,13 @@ class Training:
 
         Returns:
           The batch, and metrics of what is in it.
+
+        Raises:
+          ContractError: a trajectory was sampled in another way than the learner takes it for.
         """
         rooms = self._rooms
+        for trajectory in trajectories:
+            check_contract(trajectory.request_id, trajectory.contract, rooms.contract)
         self.settle_probe()
         anchored = rooms.source.anchor(trajectories, version, live)
         if rooms.source.exact:

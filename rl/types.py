@@ -23,6 +23,47 @@ class FinishReason(enum.Enum):
     ENVIRONMENT = "environment"  # the environment said it is over
     LENGTH = "length"  # out of turns or out of context: truncated, not finished
     FAILED = "failed"  # the environment broke; there may be no reward
+    CANCELLED = "cancelled"  # too late or too old: cut off where it was, without a reward
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingContract:
+    """What the logprobs and versions of sampled tokens mean. It travels with them, and a learner refuses what it does not match.
+
+    Each token carries the version of the weights whose call sampled it, and its logprob under softmax(logits / temperature).
+    """
+
+    temperature: float
+    compute_dtype: str
+    swap: str  # what a publish did to the contexts under way: a value of `rl.requests.Swap`
+    greedy: bool = False  # the likeliest token each time
+    top_k: int = 0  # 0: no such truncation
+    top_p: float = 1.0
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the tokens were drawn from the distribution that a ratio is about."""
+        return not self.greedy and not self.top_k and self.top_p == 1.0
+
+
+class ContractError(ValueError):
+    """Tokens that were sampled in another way than the learner takes them for."""
+
+
+def check_contract(request_id: int, contract: SamplingContract | None, wanted: SamplingContract) -> None:
+    """Refuses tokens whose ratios would not mean what the learner takes them for.
+
+    Raises:
+      ContractError: what differs, got, wanted, what to do.
+    """
+    if contract is None:
+        raise ContractError(f"trajectory {request_id} does not say how it was sampled; wanted {wanted}: "
+                            "give it the contract that the sampler's results carry")
+    different = [f"{field.name} {getattr(contract, field.name)!r}, wanted {getattr(wanted, field.name)!r}"
+                 for field in dataclasses.fields(contract) if getattr(contract, field.name) != getattr(wanted, field.name)]
+    if different:
+        raise ContractError(f"trajectory {request_id} was sampled with {'; '.join(different)}: its ratios would mean something "
+                            "else; sample it as the learner scores, or set the learner up for it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +96,7 @@ class Trajectory:
     success: bool
     finish_reason: FinishReason
     old_logprobs: np.ndarray | None = None  # float32 nats, exact or absent; NaN where no policy sampled
+    contract: SamplingContract | None = None  # of the sampled tokens; None: it is not known
 
     def __post_init__(self):
         length = len(self.tokens)
@@ -98,11 +140,13 @@ class Trajectory:
 
     def state(self) -> dict:
         """Plain arrays and JSON values, from which `from_state` makes an equal trajectory."""
-        return {**self.__dict__, "finish_reason": self.finish_reason.value}
+        contract = None if self.contract is None else dict(self.contract.__dict__)
+        return {**self.__dict__, "finish_reason": self.finish_reason.value, "contract": contract}
 
     @classmethod
     def from_state(cls, state: dict) -> "Trajectory":
-        return cls(**{**state, "finish_reason": FinishReason(state["finish_reason"])})
+        contract = state["contract"] and SamplingContract(**state["contract"])
+        return cls(**{**state, "finish_reason": FinishReason(state["finish_reason"]), "contract": contract})
 
 
 @chex.dataclass(frozen=True)

@@ -22,11 +22,12 @@ LAYERS = {
     "types": ("types",),
     "cores": (
         "logprobs", "ratios", "advantages", "returns", "corrections", "gates", "surrogates", "denominators", "objective",
-        "presets", "loss_metrics", "losses", "effective_bounds", "batching", "delta", "delta_record", "sampling",
+        "presets", "loss_metrics", "losses", "effective_bounds", "batching", "delta", "delta_record", "drawing",
+        "sampling",
     ),
     "shells": (
-        "environments", "admission", "engine", "sampling_programs", "sampler", "rollout", "snapshots", "snapshot_store",
-        "host_copy", "version_chain", "trainable",
+        "environments", "admission", "engine", "sampling_programs", "requests", "sampler", "rollout", "snapshots",
+        "snapshot_store", "host_copy", "version_chain", "trainable",
         "old_logprobs", "reference", "decomposition", "learner", "scorer", "exactness", "evaluation", "warmstart", "ledger",
         "auditing", "budget", "checkpoint", "metrics", "timeline", "processes", "rooms", "training", "reporting",
     ),

@@ -14,6 +14,10 @@ from models.config import Precision
 from rl.learner import StepOptions
 from rl.loop import Loop
 from rl.snapshot_store import SnapshotStore
+from rl.types import SamplingContract
+
+CONTRACT = SamplingContract(temperature=1.0, compute_dtype="float32", swap="reprefill")
+"""How tokens of no particular origin were sampled."""
 
 MAX_LENGTH = small_config().model.max_length
 

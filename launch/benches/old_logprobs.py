@@ -192,7 +192,7 @@ def _decompose(past: Past, source: OldLogprobSource, learner: Learner, episodes:
     decomposition = Decomposition(learner, source, past.ring, past.scorer, every=1)
     decomposition.begin(anchored, version, live)
     rng = np.random.default_rng(0)
-    advantages = [np.where(episode.is_trained, rng.normal(), 0.0).astype(np.float32) for episode in episodes]
+    advantages = [np.where(episode.loss_mask, rng.normal(), 0.0).astype(np.float32) for episode in episodes]
     batch = make_batch(
         episodes,
         proximal_logprobs=anchored.proximal_logprobs,

@@ -90,8 +90,9 @@ def test_padding_writes_nothing():
     _, after = extend(MODEL, prepared(), before, pieces_of(starts, counts, 5), starts=starts, counts=counts)
     offsets = np.arange(ROOM)[None]
     written = (offsets >= starts[:, None]) & (offsets < (starts + counts)[:, None])
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(np.any(np.asarray(new) != old, axis=(2, 3)), written)
+    for name, others in (("keys", (1, 2)), ("values", (1, 3))):
+        for old, new in zip(before[name], after[name], strict=True):
+            np.testing.assert_array_equal(np.any(np.asarray(new) != old, axis=others), written)
 
 
 def test_a_decode_step_outside_the_cache_leaves_the_row():
@@ -113,13 +114,22 @@ def test_stale_entries_above_a_row_are_never_seen():
 
 
 @pytest.mark.parametrize("published", [Precision.FLOAT32, Precision.BFLOAT16])
-def test_preparing_unstacks_layers_and_keeps_every_bit(published):
+def test_preparing_unstacks_layers_puts_outputs_first_and_keeps_every_bit(published):
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, published.dtype), PARAMS)
     laid_out = decode.prepare(MODEL, params)
     assert len(laid_out["blocks"]) == CONFIG.num_layers
     stacked = jax.tree.map(lambda *layers: np.stack(layers), *laid_out["blocks"])
-    jax.tree.map(lambda mine, whole: np.testing.assert_array_equal(mine, whole.astype(np.float32)),
-                 {**laid_out, "blocks": stacked}, params)
+
+    def compare(path, mine, whole):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        whole = np.asarray(whole, np.float32)
+        if name == "blocks/output/kernel":  # [L, N, H, D]
+            whole = whole.transpose(0, 3, 1, 2)
+        elif name.endswith("kernel"):  # [L, D, ...], and the head's [D, V]
+            whole = np.moveaxis(whole, 0 if name == "head/kernel" else 1, -1)
+        np.testing.assert_array_equal(mine, whole)
+
+    jax.tree.map_with_path(compare, {**laid_out, "blocks": stacked}, params)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(laid_out))
 
 

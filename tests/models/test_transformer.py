@@ -151,7 +151,7 @@ def test_attention_sees_keys_up_to_its_position(num_kv_heads):
     queries = rng.normal(size=(2, 3, 4, 6)).astype(np.float32)
     keys, values = rng.normal(size=(2, 2, 5, num_kv_heads, 6)).astype(np.float32)
     positions = np.asarray([[0, 1, 2], [2, 3, 4]], np.int32)
-    attended = jax.jit(attention)(queries, keys, values, query_positions=positions)
+    attended = jax.jit(attention)(queries, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2), query_positions=positions)
     np.testing.assert_allclose(attended, reference_attention(queries, keys, values, positions), rtol=0, atol=1e-6)
 
 

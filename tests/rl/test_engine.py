@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from models.config import ModelConfig
 from models.sharding import ShardingError
 from models.transformer import Model
+from rl import drawing
 from rl.engine import PolicyEngine, engine_api, token_utils
 
 MODEL = Model(ModelConfig(vocab_size=60, vocab_multiple=8, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2,
@@ -54,12 +55,16 @@ def policy(engine, params):
 
 @functools.partial(jax.jit, static_argnames="vocabulary")
 def reference_step(params, tokens, length, request_id, seed, temperature, vocabulary):
-    """The next token after `length` tokens of [ROOM], by a forward over all of them and the noise that the design promises."""
+    """The next token after `length` tokens of [ROOM], by a forward over all of them and the noise that the design promises.
+
+    The vocabulary is of one stretch, so that the second number decides alone.
+    """
     hidden = MODEL.hidden(params, tokens[None])[0, length - 1]
     log_probabilities = jax.nn.log_softmax(MODEL.logits(params, hidden) / temperature)
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request_id), length)
-    noise = jax.random.gumbel(key, (vocabulary,))
-    return jnp.argmax(log_probabilities + noise), jnp.argmax(log_probabilities), log_probabilities
+    assert vocabulary <= drawing.STRETCH
+    drawn = jnp.searchsorted(jnp.cumsum(jnp.exp(log_probabilities)), jax.random.uniform(key, (2,))[1], side="right")
+    return drawn, jnp.argmax(log_probabilities), jax.nn.log_softmax(MODEL.logits(params, hidden)), log_probabilities
 
 
 def reference(params, prompt, request_id, steps, *, greedy=False, seed=SEED):
@@ -68,10 +73,10 @@ def reference(params, prompt, request_id, steps, *, greedy=False, seed=SEED):
     logprobs = []
     while len(logprobs) < steps and STOP not in context[len(prompt):]:
         padded = jnp.asarray(context + [0] * (ROOM - len(context)), jnp.int32)
-        drawn, likeliest, distribution = reference_step(params, padded, len(context), request_id, seed, TEMPERATURE,
-                                                        MODEL.config.padded_vocab_size)
+        drawn, likeliest, of_policy, distribution = reference_step(params, padded, len(context), request_id, seed, TEMPERATURE,
+                                                                   MODEL.config.padded_vocab_size)
         context.append(int(likeliest if greedy else drawn))
-        logprobs.append(float(distribution[context[-1]]))
+        logprobs.append(float((of_policy if greedy else distribution)[context[-1]]))
     return context[len(prompt):], logprobs
 
 
@@ -228,9 +233,9 @@ def test_a_mesh_of_eight_devices_samples_the_same(engine, policy, params):
     prefix = prefill(sharded, sharded_policy, PROMPTS[2], request_id=2)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(prefix))
     state = fill(sharded, sharded_policy, {slot: (prompt, {"request_id": slot}) for slot, prompt in enumerate(PROMPTS)})
-    assert state.cache.keys[0].addressable_shards[0].data.shape == (1, ROOM, 1, 4)  # a slot and a kv head a device
-    state = sharded.append(sharded_policy, state, np.tile(PROMPTS[0], (SLOTS, 1)), counts=np.array([0, 5, 0, 2], np.int32),
-                           remaining=np.full(SLOTS, 8, np.int32))
+    assert state.cache.keys[0].addressable_shards[0].data.shape == (1, 1, 4, ROOM)  # a slot and a kv head a device
+    state = sharded.append(sharded_policy, state, np.array([3, 1, SLOTS]), tokens=np.tile(PROMPTS[0], (3, 1)),
+                           counts=np.array([2, 5, 1], np.int32), remaining=np.full(3, 8, np.int32))
     _, taken = decode(sharded, sharded_policy, state, [8])
     contexts = [PROMPTS[0], np.append(PROMPTS[1], PROMPTS[0]), PROMPTS[2], np.append(PROMPTS[3], PROMPTS[0][:2])]
     for slot, context in enumerate(contexts):
@@ -278,8 +283,8 @@ def test_idle_and_other_slots_stay_as_they_are(engine, policy):
     for left, right in zip(before, rows(state, [1]), strict=True):
         np.testing.assert_array_equal(left, right)
     before = rows(state, [0, 2])
-    state = engine.append(policy, state, np.ones((SLOTS, 8), np.int32), counts=np.array([0, 3, 0, 1], np.int32),
-                          remaining=np.full(SLOTS, 5, np.int32))
+    state = engine.append(policy, state, np.array([1, 3, SLOTS]), tokens=np.ones((3, 8), np.int32),
+                          counts=np.array([3, 1, 2], np.int32), remaining=np.full(3, 5, np.int32))
     state = engine.free_resource(state, 3)
     state = engine.insert(prefill(engine, policy, PROMPTS[0]), state, 3)
     zeros = np.zeros(3, np.int32)
@@ -289,15 +294,16 @@ def test_idle_and_other_slots_stay_as_they_are(engine, policy):
         np.testing.assert_array_equal(left, right)
 
 
-def test_append_goes_on_like_a_prefill_of_everything(engine, policy, params):
+@pytest.mark.parametrize("span", [None, 20])
+def test_append_goes_on_like_a_prefill_of_everything(engine, policy, params, span):
     requests = {0: (PROMPTS[0], {"request_id": 30, "remaining": 3}), 2: (PROMPTS[1], {"request_id": 31})}
     state = fill(engine, policy, requests)
     state, taken = decode(engine, policy, state, [2])
     state = engine.free_resource(state, 2)
-    written = np.zeros((SLOTS, 8), np.int32)
-    written[0, :4], written[2, :1] = [40, 41, 42, 43], [50]
-    state = engine.append(policy, state, written, counts=np.array([4, 0, 1, 0], np.int32),
-                          remaining=np.array([6, 9, 5, 9], np.int32))
+    written = np.zeros((2, 8), np.int32)
+    written[1, :4], written[0, :1] = [40, 41, 42, 43], [50]
+    state = engine.append(policy, state, np.array([2, 0]), tokens=written, counts=np.array([1, 4], np.int32),
+                          remaining=np.array([5, 6], np.int32), span=span)
     _, after = decode(engine, policy, state, [8])
     for slot, prompt, new, steps in ((0, PROMPTS[0], [40, 41, 42, 43], 6), (2, PROMPTS[1], [50], 5)):
         context = np.array([*prompt, *taken[slot][0], *new], np.int32)
@@ -380,8 +386,8 @@ def test_each_program_is_compiled_once(engine):
         state = fill(engine, policy, {slot: (rng.integers(60, size=rng.integers(1, 16)), {"request_id": 10 * number + slot})
                                       for slot in range(SLOTS)})
         state, _ = engine.decode(policy, state, 1 + number % MAX_STEPS)
-        state = engine.append(policy, state, rng.integers(60, size=(SLOTS, 8)).astype(np.int32),
-                              counts=rng.integers(9, size=SLOTS).astype(np.int32), remaining=np.full(SLOTS, number, np.int32))
+        state = engine.append(policy, state, rng.permutation(SLOTS)[:3], tokens=rng.integers(60, size=(3, 8)).astype(np.int32),
+                              counts=rng.integers(9, size=3).astype(np.int32), remaining=np.full(3, number, np.int32))
         engine.free_resource(state, number % SLOTS)
 
     one_round(0)
@@ -402,6 +408,7 @@ def test_each_program_is_compiled_once(engine):
     ({"temperature": float("nan")}, "temperature is nan"),
     ({"top_p": 0.0}, r"top_p is 0.0, wanted a probability mass in \(0, 1\]"),
     ({"top_p": 1.5}, "top_p is 1.5"),
+    ({"top_k": -1}, "top_k is -1, wanted a number of tokens, or 0 for all"),
 ])
 def test_a_meaningless_distribution_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -14,7 +14,9 @@ from models.transformer import Model
 from rl.engine import PolicyEngine
 from rl.environments import EnvironmentName, FrozenLakeOptions, Split, make
 from rl.evaluation import REQUEST_OFFSET, evaluate
-from rl.sampler import Request, SampledTokens, Sampler, Swap
+from rl.requests import Request, SampledTokens, Swap
+from rl.sampler import Sampler
+from tests.tiny import CONTRACT
 
 MODEL = Model(ModelConfig(vocab_size=259, num_layers=1, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8,
                           max_length=32))
@@ -97,7 +99,7 @@ class Calculator:
         request = self.waiting.pop(0)
         tokens = ByteTokenizer().encode(self.answers[ByteTokenizer().decode(request.prompt[1:])])
         zeros = np.zeros_like(tokens)
-        return [SampledTokens(request.request_id, tokens, zeros.astype(np.float32), zeros, zeros, True)]
+        return [SampledTokens(request.request_id, tokens, zeros.astype(np.float32), zeros, zeros, True, CONTRACT)]
 
     def release(self, request_id):
         pass

@@ -1,5 +1,6 @@
 """Rollouts: what is trained is what was sampled, and what the environment wrote is read but never trained."""
 
+import dataclasses
 import functools
 import io
 import json
@@ -16,9 +17,11 @@ from models.transformer import Model
 from rl.engine import PolicyEngine
 from rl.environments import Environment, EnvironmentName, Fault, Split, Step, make
 from rl.logprobs import score
+from rl.requests import SampledTokens, Swap
 from rl.rollout import Rollouts
-from rl.sampler import SampledTokens, Sampler, Swap
+from rl.sampler import Sampler
 from rl.types import NO_POLICY, FinishReason
+from tests.tiny import CONTRACT
 
 BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
 
@@ -81,7 +84,8 @@ class ScriptedSampler:
                 continue
             part, turn_over = self.scripts[request_id].pop(0)
             tokens, versions = np.array(part, np.int32).T
-            parts.append(SampledTokens(request_id, tokens, logprobs_of(tokens), versions, versions - 1, turn_over))
+            parts.append(SampledTokens(request_id, tokens, logprobs_of(tokens), versions, versions - 1, turn_over,
+                                       dataclasses.replace(CONTRACT, greedy=self.submitted[request_id].greedy)))
         return parts
 
 
@@ -248,7 +252,7 @@ def test_cancel_returns_what_there_is():
     rollouts.step(1)
     [two, zero] = rollouts.cancel([2, 0])
     assert (zero.request_id, two.request_id) == (0, 2)
-    assert zero.finish_reason is FinishReason.FAILED and zero.reward is None and not zero.success
+    assert zero.finish_reason is FinishReason.CANCELLED and zero.reward is None and not zero.success
     assert zero.versions == (0, 1) and zero.loss_mask.sum() == 3
     assert sampler.released == [1, 2, 0] and rollouts.num_running == 0
     assert rollouts.partial() == []
@@ -312,13 +316,13 @@ def equal(left, right):
 def test_restored_rollouts_go_on_in_the_middle_of_a_turn():
     scripts = {0: [say("x", 0), say("ab", 1, turn_over=False), say("c", 1), say("!", 2)],
                1: [say("pq", 0, turn_over=False), say("!", 1)]}
-    _, rollouts = play(scripts)
+    sampler, rollouts = play(scripts)
     rollouts.step(1)
     rollouts.step(1)
     state = through_a_file(rollouts.state())
     text = repr(state)
     rest = ScriptedSampler({0: scripts[0][2:], 1: []})
-    rest.submitted = {0: None}
+    rest.submitted = {0: sampler.submitted[0]}
     restored = Rollouts(rest, Parrot, max_length=100)
     restored.restore(state)
     original, restored = run(rollouts), run(restored)

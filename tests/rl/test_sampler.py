@@ -15,7 +15,8 @@ from models.config import ModelConfig
 from models.transformer import Model
 from rl.engine import PolicyEngine
 from rl.logprobs import score
-from rl.sampler import Request, Sampler, Swap
+from rl.requests import Request, Swap
+from rl.sampler import Sampler
 from rl.types import NO_POLICY
 
 MODEL = Model(ModelConfig(vocab_size=32, num_layers=1, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8,
@@ -47,9 +48,9 @@ def make_sampler(engine, *, swap=Swap.REPREFILL, version=0, lengths=(16, 32), re
     return sampler
 
 
-def request(request_id, prompt=PROMPT, *, group_id=None, max_turn_tokens=10, greedy=False):
+def request(request_id, prompt=PROMPT, *, group_id=None, max_turn_tokens=10, **facts):
     group_id = request_id if group_id is None else group_id
-    return Request(request_id, group_id, np.asarray(prompt, np.int32), max_turn_tokens, greedy)
+    return Request(request_id, group_id, np.asarray(prompt, np.int32), max_turn_tokens, **facts)
 
 
 class Log:
@@ -97,14 +98,14 @@ class Log:
 
 
 @jax.jit
-def _score(params, tokens, valid):
-    return score(MODEL, params, tokens, valid, temperature=TEMPERATURE).logprobs
+def _score(params, tokens, valid, temperature):
+    return score(MODEL, params, tokens, valid, temperature=temperature).logprobs
 
 
-def score_row(params, tokens):
+def score_row(params, tokens, temperature=TEMPERATURE):
     padded = np.zeros((1, ROOM), np.int32)
     padded[0, : len(tokens)] = tokens
-    return np.asarray(_score(params, padded, np.arange(ROOM)[None] < len(tokens)))[0]
+    return np.asarray(_score(params, padded, np.arange(ROOM)[None] < len(tokens), temperature))[0]
 
 
 def play(engine, *, swap, num_versions, seed=0):
@@ -140,16 +141,16 @@ def play(engine, *, swap, num_versions, seed=0):
 @pytest.mark.parametrize("calls", [[[3], [4], [3]], [[1, 2], [1, 1, 2], [1, 2]], [[1], [8], [1]]])
 def test_a_publish_between_two_tokens_of_a_turn_shows_in_their_versions(engine, swap, calls):
     sampler = make_sampler(engine, swap=swap)
-    log = Log(sampler, [request(5)])
-    sampler.submit(request(5))
+    log = Log(sampler, [request(9)])
+    sampler.submit(request(9))
     for version, steps in enumerate(calls):
         if version:
             sampler.publish(version, params_of(version))
         for num_steps in steps:
             log.step(num_steps)
     first, second, third = (sum(steps) for steps in calls)
-    assert log.versions(5) == [0] * first + [1] * second + [2] * third
-    assert log.turns[5] == 1
+    assert log.versions(9) == [0] * first + [1] * second + [2] * third
+    assert log.turns[9] == 1
 
 
 def test_versions_follow_any_numbering_that_grows(engine):
@@ -190,17 +191,18 @@ def test_turns_go_on_from_the_cache(engine):
     assert max(log.gaps().values()) < 1e-4
 
 
-def test_greedy_requests_take_the_likeliest_and_report_the_sampling_distribution(engine):
+def test_greedy_requests_take_the_likeliest_and_report_the_policy_at_temperature_one(engine):
     sampler = make_sampler(engine)
     log = Log(sampler, [request(1, greedy=True), request(2, greedy=True)])
     for i in (1, 2):
         sampler.submit(request(i, greedy=True))
     log.step(8)
     assert log.tokens(1) == log.tokens(2)
-    assert max(log.gaps().values()) < 1e-4
     for position, token, logprob, *_ in log.sampled[1]:
-        others = [score_row(params_of(0), [*log.contexts[1][:position], other])[position] for other in range(32)]
+        contexts = [[*log.contexts[1][:position], other] for other in range(32)]
+        others = [score_row(params_of(0), context, temperature=1.0)[position] for context in contexts]
         assert int(np.argmax(others)) == token and logprob == pytest.approx(max(others), abs=1e-4)
+        assert abs(logprob - score_row(params_of(0), contexts[token])[position]) > 1e-3
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 8])
@@ -314,7 +316,7 @@ def test_decode_steps_and_tokens_are_counted_as_they_happen(engine):
     assert (sampler.num_decode_steps, sampler.num_sampled_tokens, sampler.num_prefilled_tokens) == (3, 4, 4)
     sampler.extend(1, np.array([3, 4], np.int32))
     sampler.step(1)
-    assert (sampler.num_decode_steps, sampler.num_sampled_tokens, sampler.num_prefilled_tokens) == (4, 5, 4)
+    assert (sampler.num_decode_steps, sampler.num_sampled_tokens, sampler.num_prefilled_tokens) == (4, 5, 6)
 
 
 def test_a_turn_ends_with_its_budget_and_the_next_begins_with_a_full_one(engine):
@@ -414,19 +416,21 @@ def test_ragged_rounds_compile_once_a_bucket_and_leave_nothing_behind(engine):
                     sampler.release(part.request_id)
             sampler.publish(sampler.version + 1, params_of(sampler.version % 3))
 
-    one_round(0, prompt_lengths=[3, 12, 20, 8], observation_lengths=[8])  # each bucket at least once
+    for number in range(3):  # each bucket at least once
+        one_round(number, prompt_lengths=[3, 12, 20, 8, 2, 2], observation_lengths=[3, 3, 2, 2, 2])
     sampler.submit(request(50))
     sampler.step(1)
     sampler.release(50)
     with compilations() as compiled:
-        for number in range(1, 20):
+        for number in range(3, 22):
             one_round(number, prompt_lengths=rng.integers(1, 22, size=6), observation_lengths=rng.integers(1, 4, size=3))
-            if number == 3:
+            if number == 6:
                 num_arrays = len(jax.live_arrays())
     assert not compiled
     assert len(jax.live_arrays()) <= num_arrays
     programs = engine._programs
-    assert programs.decode._cache_size() == programs.append._cache_size() == 1
+    assert programs.decode._cache_size() == 2  # spans of 16 and 32
+    assert programs.append._cache_size() <= 4  # one slot or two, in either span
     assert programs.refill._cache_size() == 2 and programs.prefill._cache_size() == 3  # 16, 32 and 8, 16, 32
 
 
@@ -544,9 +548,7 @@ def test_versions_must_grow(engine, version):
 
 
 @pytest.mark.parametrize(("bad", "message"), [
-    (request(3, []), "request 3 has an empty prompt"),
     (request(3, np.ones(32)), "a context of 32 tokens leaves no room to sample: a slot holds 32; shorten the prompt"),
-    (request(3, max_turn_tokens=0), "request 3 may sample 0 tokens a turn, wanted at least 1"),
     (request(1), "request 1 is already being sampled"),
     (request(2), "request 2 is already being sampled"),
 ])
@@ -558,6 +560,17 @@ def test_a_request_that_cannot_be_sampled_is_refused(engine, bad, message):
     with pytest.raises(ValueError, match=message):
         sampler.submit(bad)
     assert (sampler.num_running, sampler.num_waiting) == (1, 1)
+
+
+@pytest.mark.parametrize(("facts", "message"), [
+    ({"prompt": []}, "request 3 has an empty prompt"),
+    ({"max_turn_tokens": 0}, "request 3 may sample 0 tokens a turn, wanted at least 1"),
+    ({"max_tokens": 0}, "request 3: max_tokens is 0, wanted at least 1, or None for no limit"),
+    ({"deadline": 0}, "request 3: deadline is 0, wanted at least 1, or None for no limit"),
+])
+def test_a_request_without_meaning_is_refused(facts, message):
+    with pytest.raises(ValueError, match=message):
+        request(3, **facts)
 
 
 @pytest.mark.parametrize(("steps", "num_tokens", "message"), [

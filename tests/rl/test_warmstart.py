@@ -14,10 +14,11 @@ from models.tokenizer import ByteTokenizer
 from models.transformer import Model
 from rl.environments import EnvironmentName, NoExpert, Split, base, make
 from rl.logprobs import score
+from rl.requests import SampledTokens
 from rl.rollout import Rollouts
-from rl.sampler import SampledTokens
 from rl.warmstart import WarmStartOptions, demonstrate, warm_start
 from tests.families import FAMILIES
+from tests.tiny import CONTRACT
 
 MODEL = Model(ModelConfig(vocab_size=264, num_layers=1, d_model=16, d_ff=24, num_heads=2, num_kv_heads=2, head_dim=8,
                           max_length=88))
@@ -72,7 +73,7 @@ class Quoting:
     def step(self, num_steps):
         tokens = ByteTokenizer().encode(self.texts.pop(0))
         zeros = np.zeros_like(tokens)
-        return [SampledTokens(self.request_id, tokens, zeros.astype(np.float32), zeros, zeros, True)]
+        return [SampledTokens(self.request_id, tokens, zeros.astype(np.float32), zeros, zeros, True, CONTRACT)]
 
 
 class Remembering(base.Environment):

@@ -97,8 +97,8 @@ class PolicyEngine(engine_api.Engine):
             raise ValueError(f"prefill of {true_length} tokens padded to {len(tokens)}; "
                              "wanted at least 1 and at most the padded length")
         context_length = true_length if existing_prefix is None else int(existing_prefix.length) + 1 + true_length
-        sampling.raise_if_too_long(context_length, self.max_prefill_length)
-        left = self.max_prefill_length - context_length
+        sampling.raise_if_too_long(context_length, self.room)
+        left = self.room - context_length
         scalars = {"true_length": np.int32(true_length), "request_id": np.int32(request_id),
                    "remaining": np.int32(left if remaining is None else min(remaining, left)), "greedy": np.bool_(greedy)}
         if existing_prefix is not None:
@@ -148,7 +148,8 @@ class PolicyEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        return self._model.config.max_length
+        """Of a padded prompt: JetStream pads to powers of two from 16 on and wants one of them, so it may exceed `room`."""
+        return max(16, 1 << (self.room - 1).bit_length())
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -160,6 +161,11 @@ class PolicyEngine(engine_api.Engine):
 
     # --- beyond it ---
 
+    @property
+    def room(self) -> int:
+        """Tokens that a slot holds, the prompt's included."""
+        return self._model.config.max_length
+
     def decode(self, params: LoadedPolicy, state: DecodeState, num_steps: int, *,
                span: int | None = None) -> tuple[DecodeState, Sampled]:
         """Up to `num_steps` decode steps in one device call, fewer when every slot falls idle; `state` is donated.
@@ -170,7 +176,7 @@ class PolicyEngine(engine_api.Engine):
         if not 1 <= num_steps <= self.max_steps:
             raise ValueError(f"decode of {num_steps} steps, wanted 1 to {self.max_steps}; raise --decode-steps-per-call")
         return self._programs.decode(params, state, self._key, self._is_stop, self._device(np.int32(num_steps)),
-                                     span=span or self.max_prefill_length)
+                                     span=span or self.room)
 
     def insert_group(self, prefix: Prefix, state: DecodeState, slots: np.ndarray, *, request_ids: np.ndarray,
                      remaining: np.ndarray, greedy: np.ndarray) -> DecodeState:
@@ -185,7 +191,7 @@ class PolicyEngine(engine_api.Engine):
         A slot number of S stands for no slot. What the slots then hold must fit `span`, by default all of a slot.
         """
         slots, rows = self._device((slots, {"tokens": tokens, "counts": counts, "remaining": remaining}))
-        return self._programs.append(params.weights, state, slots, **rows, span=span or self.max_prefill_length)
+        return self._programs.append(params.weights, state, slots, **rows, span=span or self.room)
 
     def refill(self, params: LoadedPolicy, state: DecodeState, slots: np.ndarray, *, contexts: np.ndarray, counts: np.ndarray,
                request_ids: np.ndarray, remaining: np.ndarray, greedy: np.ndarray) -> DecodeState:
@@ -214,6 +220,9 @@ class _JetStreamTokenizer(tokenizer_api.Tokenizer):
         return token_utils.pad_tokens(ByteTokenizer().encode(s), self.bos_id, self.pad_id, **kwargs)
 
     def decode(self, token_ids: list[int], **kwargs) -> str:
+        """JetStream asks token by token, and puts together the bytes of a character that it gets as "<0x..>"."""
+        if len(token_ids) == 1 and 0x80 <= token_ids[0] <= 0xFF:
+            return f"<0x{token_ids[0]:02X}>"
         return ByteTokenizer().decode(np.asarray(token_ids, np.int32))
 
     @property

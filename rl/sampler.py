@@ -60,7 +60,7 @@ class Sampler:
         self._lengths = lengths
         self._short_lengths = (*(2**power for power in range(3, (lengths[-1] - 1).bit_length())), lengths[-1])
         self._refill_rows = min(refill_rows, engine.max_concurrent_decodes)
-        self._room = engine.max_prefill_length  # of a slot
+        self._room = engine.room
         self._chunk = self._room if prefill_chunk is None else prefill_chunk
         self._swap = swap
         self.contract = SamplingContract(temperature=engine.temperature, compute_dtype=engine.compute_dtype, swap=swap.value,

@@ -153,7 +153,17 @@ def test_the_tokenizer_pads_as_jetstream_asks(engine):
     assert tokens.tolist() == [tokenizer.bos_id, 104, 195, 169] + [tokenizer.pad_id] * 12 and true_length == 4
     assert tokenizer.encode("hé", is_bos=False, max_prefill_length=16)[1] == 3
     assert tokenizer.decode([104, 195, 169]) == "hé"
+    assert token_utils.text_tokens_to_str([tokenizer.decode([token]) for token in (104, 195, 169)]) == "hé"  # as it streams
     assert tokenizer.stop_tokens == {tokenizer.eos_id, tokenizer.pad_id}
+
+
+@pytest.mark.parametrize(("room", "padded"), [(8, 16), (16, 16), (17, 32), (ROOM, ROOM), (88, 128)])
+def test_prompts_are_padded_to_a_length_that_jetstream_knows(room, padded):
+    model = dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, max_length=room))
+    engine = PolicyEngine(model, mesh_of(), slots=SLOTS, max_steps=1, temperature=1.0, seed=0)
+    assert (engine.room, engine.max_prefill_length) == (room, padded)
+    tokenizer = engine.build_tokenizer(engine.get_tokenizer())
+    assert tokenizer.encode("a" * (padded - 1), max_prefill_length=engine.max_prefill_length)[0].shape == (padded,)
 
 
 def test_generate_is_one_step_of_decode(engine, policy):

@@ -17,7 +17,7 @@ from models.transformer import Model, Params
 from rl import processes
 from rl.admission import Admission
 from rl.batching import length_buckets
-from rl.budget import AnchorBytes, anchor_bytes, check_ring_fits
+from rl.budget import AnchorBytes, anchor_bytes, available_bytes, check_ring_fits, check_sampler_fits
 from rl.decomposition import Decomposition
 from rl.environments import Split
 from rl.exactness import ExactnessProbe
@@ -60,9 +60,14 @@ class Foundation:
         return cls(config, Model(model_config), devices, mesh, lengths)
 
     def check(self) -> None:
-        """Refuses, before anything is compiled or written, what does not divide over the mesh or fit into host memory."""
+        """Refuses, before anything is compiled or written, what does not divide over the mesh or fit into memory."""
         self.check_division()
         check_ring_fits(self.published_shapes, self.config.snapshots.ring)
+        available = available_bytes(self.sampler_mesh)
+        if available is not None:
+            programs = self.sampling_programs(self.sampler_mesh)
+            check_sampler_fits(programs.weights, programs.state, num_slots=self.config.sampler.slots,
+                               num_caches=2 if self.config.evaluation_episodes else 1, available=available)  # fmt: skip
 
     def check_division(self) -> None:
         """Refuses what does not divide over the mesh."""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 MASKED_LOGIT = -1e30
 """Of what must have no probability. Finite: an infinite one would make inf - inf in a softmax and 0 * inf in an entropy."""
+FEW_QUERIES = 8
 
 
 def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_positions: jax.Array) -> jax.Array:
@@ -29,8 +30,25 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_p
     grouped = queries.reshape(num_rows, length, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(num_rows, num_kv_heads, group * length, head_dim)
     visible = jnp.arange(keys.shape[3])[None, None, :] <= jnp.tile(query_positions, (1, group))[:, :, None]
-    logits = jnp.einsum("bkqh,bkhs->bkqs", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
+    logits = _products(grouped, keys, jnp.float32) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None], logits, MASKED_LOGIT), axis=-1)
-    attended = jnp.einsum("bkqs,bksh->bkqh", weights.astype(values.dtype), values)
+    attended = _products(weights.astype(values.dtype), values, values.dtype)
     attended = attended.reshape(num_rows, num_kv_heads, group, length, head_dim)
     return attended.transpose(0, 3, 1, 2, 4).reshape(queries.shape)
+
+
+def _products(queries: jax.Array, others: jax.Array, dtype) -> jax.Array:
+    """[B, K, Q, X] times [B, K, X, Y] to [B, K, Q, Y] of a type.
+
+    For a query or few, a CPU is faster with a vector at a time than with matrices of few rows; anything else reads the keys once.
+    """
+    def together(queries, others):
+        return jnp.einsum("bkqx,bkxy->bkqy", queries, others, preferred_element_type=dtype)
+
+    def one_by_one(queries, others):
+        vectors = [queries[:, :, index] for index in range(queries.shape[2])]
+        return jnp.stack([jnp.einsum("bkx,bkxy->bky", vector, others, preferred_element_type=dtype) for vector in vectors], axis=2)
+
+    if queries.shape[2] > FEW_QUERIES:
+        return together(queries, others)
+    return jax.lax.platform_dependent(queries, others, cpu=one_by_one, default=together)

@@ -176,3 +176,37 @@ def check_disk_fits(anchors: AnchorBytes, *, available: int) -> None:
         raise ValueError(f"the run's keyframes take {anchors.keyframes / GIB:.3g} GiB of disk, but {available / GIB:.3g} GiB are "
                          "free where the run directory is; set --persist-every 1 with a larger --keyframe-every, which writes "
                          "differences in between, or another --run-dir")
+
+
+def check_sampler_fits(weights, state, *, num_slots: int, num_caches: int, available: int) -> None:
+    """Refuses slots whose KV cache a device cannot hold.
+
+    While a new policy is laid out for decoding the one before is still there, and an evaluation decodes in slots of its own.
+
+    Args:
+      weights, state: of `rl.sampling_programs.SamplingPrograms`, as `jax.ShapeDtypeStruct` with shardings.
+      num_slots: of the state.
+      num_caches: states that are there at one time.
+      available: bytes of each device that may be used.
+
+    Raises:
+      ValueError: caches and weights take more, and how many slots there could be.
+    """
+    cache, policies = num_caches * device_bytes(state), 2 * device_bytes(weights)
+    if cache + policies <= available:
+        return
+    fitting = max(available - policies, 0) * num_slots // cache
+    remedy = f"about {fitting} slots would fit: lower --slots or --model.max-length" if fitting else "not even one slot would fit"
+    raise ValueError(f"the KV cache of {num_slots} sampler slots takes {cache / GIB:.3g} GiB a device "
+                     f"({num_caches} of them), beside "
+                     f"{policies / GIB:.3g} GiB for two versions of the weights, but {available / GIB:.3g} GiB are available; "
+                     f"{remedy}, or divide it with --sampler-devices and --sampler-tensor")
+
+
+def available_bytes(mesh: jax.sharding.Mesh) -> int | None:
+    """Bytes that each device of a mesh may still take; devices of a CPU share the host's. None where the devices do not tell."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return psutil.virtual_memory().available // mesh.size
+    stats = device.memory_stats()
+    return None if not stats or "bytes_limit" not in stats else stats["bytes_limit"] - stats["bytes_in_use"]

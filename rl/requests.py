@@ -79,12 +79,12 @@ class Row:
         """Whether the next decode step samples a token for it."""
         return self.remaining > 0 and self.is_filled and self.pending is None
 
-    def begin_turn(self, room: int) -> None:
-        """Allows as many tokens as turn, request and slot still do."""
+    def begin_turn(self, room: int, max_turn_tokens: int | None = None) -> None:
+        """Allows as many tokens as turn, by default the request's, request and slot still do."""
         left = room - len(self.context)
         if self.request.max_tokens is not None:
             left = min(left, self.request.max_tokens - self.num_sampled)
-        self.remaining = min(self.request.max_turn_tokens, left)
+        self.remaining = min(self.request.max_turn_tokens if max_turn_tokens is None else max_turn_tokens, left)
 
     def state(self) -> dict:
         """Plain arrays and JSON values, for `from_state`. The cache is not among them: what comes back is stale."""

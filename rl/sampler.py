@@ -91,8 +91,9 @@ class Sampler:
                              "so give each request of a run its own")
         self._waiting[request.request_id] = request, self.num_decode_steps
 
-    def extend(self, request_id: int, tokens: np.ndarray) -> None:
-        """Appends an environment's tokens to a request whose turn is over, and starts its next turn.
+    def extend(self, request_id: int, tokens: np.ndarray, *, max_turn_tokens: int | None = None) -> None:
+        """Appends an environment's tokens to a request whose turn is over, and starts its next turn, of as many tokens as others
+        or of some other number.
 
         Raises:
           ValueError: no such request, the turn is not over, no tokens, too many to leave room for sampling, or all that the
@@ -112,7 +113,7 @@ class Sampler:
         raise_if_too_long(len(row.context) + len(tokens), self._room)
         row.context.extend(tokens.tolist())
         row.pending = tokens
-        row.begin_turn(self._room)
+        row.begin_turn(self._room, max_turn_tokens)
 
     def release(self, request_id: int) -> None:
         """Ends a request and frees its slot, wherever it is: aborts it, if it is running. Any other id is none of ours."""
@@ -324,12 +325,12 @@ class Sampler:
             if row.pending is not None:
                 width = bucket_length(min(len(row.pending), self._chunk), self._short_lengths)
                 by_width.setdefault(width, []).append(slot)
-        for width, slots_of_width in sorted(by_width.items()):
-            for slots in self._calls(slots_of_width):
-                self._append(slots, width)
+        for width, slots in sorted(by_width.items()):
+            self._append(slots, width)
 
     def _append(self, slots: list[int], width: int) -> None:
-        num_rows = 1 if len(slots) == 1 else self._refill_rows  # of two programs, not one for each number of rows
+        # One of three programs, not one for each number of rows.
+        num_rows = bucket_length(len(slots), (1, self._refill_rows, self._engine.max_concurrent_decodes))
         padded_slots = np.full(num_rows, self._engine.max_concurrent_decodes, np.int32)
         padded_slots[:len(slots)] = slots
         tokens = np.zeros((num_rows, width), np.int32)

@@ -152,7 +152,7 @@ def append(model: Model, weights: Params, state: DecodeState, slots: jax.Array, 
     """
     starts, first = (leaf.at[slots].get(mode="clip") for leaf in (state.lengths, state.next_tokens))
     fed = jnp.concatenate([first[:, None], tokens[:, :-1]], axis=1)
-    _, cache = decode.extend(model, weights, state.cache.head(span).rows(slots), fed, starts=starts, counts=counts)
+    _, cache = decode.extend(model, weights, state.cache.rows(slots).head(span), fed, starts=starts, counts=counts)
     last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
 
     def put(leaf, new):

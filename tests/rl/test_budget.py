@@ -13,6 +13,7 @@ from rl.budget import (
     RingOptions,
     check_disk_fits,
     check_ring_fits,
+    check_sampler_fits,
     device_bytes,
     host_copy_bytes,
     num_keyframes,
@@ -164,3 +165,30 @@ def test_this_machine_holds_a_small_ring_and_no_endless_one():
     check_ring_fits(shapes, small)
     with pytest.raises(ValueError, match="a ring of 1000000000 versions"):
         check_ring_fits(shapes, dataclasses.replace(small, capacity=10**9))
+
+
+@pytest.mark.parametrize("devices", [(1, 1, 1), (2, 1, 2)])
+def test_slots_need_room_for_their_caches_and_for_two_versions(devices):
+    foundation = published(devices)
+    programs = foundation.sampling_programs(foundation.sampler_mesh)
+    cache, weights = device_bytes(programs.state), device_bytes(programs.weights)
+    held = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), programs.state),
+                   out_shardings=jax.tree.map(lambda leaf: leaf.sharding, programs.state))()
+    assert cache == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(held))
+
+    def check(available, slots=40, num_caches=2):
+        check_sampler_fits(programs.weights, programs.state, num_slots=slots, num_caches=num_caches, available=available)
+
+    check(2 * weights + 2 * cache)
+    check(2 * weights + cache, num_caches=1)
+    with pytest.raises(ValueError, match="KV cache of 40 sampler slots takes .* about 39 slots would fit: lower --slots"):
+        check(2 * weights + 2 * cache - 1)
+    with pytest.raises(ValueError, match="not even one slot would fit"):
+        check(2 * weights)
+
+
+def test_endless_slots_are_refused_before_anything_is_made():
+    config = tiny_config()
+    config = dataclasses.replace(config, sampler=dataclasses.replace(config.sampler, slots=10**9))
+    with pytest.raises(ValueError, match="KV cache of 1000000000 sampler slots"):
+        Foundation.of(config).check()

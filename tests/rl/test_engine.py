@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from models.config import ModelConfig
+from models.config import ModelConfig, Precision
 from models.sharding import ShardingError
 from models.transformer import Model
 from rl import drawing
@@ -369,6 +369,19 @@ def test_bfloat16_parameters_are_computed_with_in_the_compute_type(engine, param
     tokens, logprobs = reference(rounded, PROMPTS[0], 3, 8)
     assert taken[0][0] == tokens
     np.testing.assert_allclose(taken[0][1], logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_bfloat16_never_gives_a_positive_logprob(scale):
+    """With weights so large that most tokens are certain, too."""
+    model = dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, compute_dtype=Precision.BFLOAT16))
+    engine = PolicyEngine(model, mesh_of(), slots=SLOTS, max_steps=MAX_STEPS, temperature=TEMPERATURE, seed=SEED)
+    policy = engine.load_params(jax.tree.map(lambda leaf: scale * leaf, make_params()), 0)
+    state = fill(engine, policy, {slot: (prompt, {"request_id": slot}) for slot, prompt in enumerate(PROMPTS)})
+    _, taken = decode(engine, policy, state, [8, 8])
+    logprobs = np.concatenate([logprobs for _, logprobs, _ in taken.values()])
+    assert len(logprobs) > 40 and np.isfinite(logprobs).all() and (logprobs <= 0).all()
+    assert scale == 1.0 or (logprobs == 0).mean() > 0.5
 
 
 @contextlib.contextmanager

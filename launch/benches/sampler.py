@@ -1,0 +1,302 @@
+"""The sampler: tokens a second, beside what the machine could do.
+
+Two workloads on random weights, sampled with logprobs. *static*: prompts of one length, all slots full, each with the same number
+of new tokens. *ragged*: conversations as agents have them. Prompts come in groups; each of some turns samples a number of tokens
+of its own, then the environment writes. The sampler refills a slot as soon as it is free and goes on from a conversation's cache;
+its static-batch mode, the usual alternative, fills all slots at once, waits for the longest of each turn, and prefills every turn
+again.
+
+The limit is what the matrix products of one token alone would take at the rate that this machine reaches with as many rows,
+measured in the same run, or what reading the weights takes, whichever is longer.
+"""
+
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+
+from launch.benches._machine import matrix_peak, read_bandwidth
+from launch.benches._training import SHAPES, check_shape
+from launch.config import ConfigError
+from launch.display import Display
+from models import decode
+from models.transformer import Model, Params
+from rl import sampling
+from rl.batching import length_buckets
+from rl.engine import PolicyEngine
+from rl.requests import Request, Swap
+from rl.sampler import Sampler
+from rl.sampling import LoadedPolicy
+
+PROMPT, NEW_TOKENS = 64, 128
+"""Of the static workload."""
+RAGGED_PROMPT, GROUP, TURNS, TURN_TOKENS, OBSERVATION = 192, 8, 4, (16, 256), 32
+REPEATS = 5
+WARM_ID = 10**8
+"""Request ids of what only compiles start here."""
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The model, the slots and how much of each workload."""
+
+    shape: str = "smollm2_135m"  # or small_3m
+    slots: int = 16
+    steps_per_call: int = 16
+    conversations: int = 32  # of the ragged workload, a multiple of 8; 0 leaves it out
+    calls: int = 200  # over which resident memory must not grow
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """What will be said: a prompt, and for each turn how many tokens are sampled."""
+
+    group_id: int
+    prompt: np.ndarray
+    turns: tuple[int, ...]
+
+
+def run(options: Options, display: Display) -> dict[str, float | int]:
+    """Figures: tokens a second of both workloads and of the ragged one in static batches, their ratios to each other and to the
+    limit, what logprobs cost, and how much resident memory grew."""
+    check_shape(options.shape)
+    if options.slots < 1 or options.steps_per_call < 1 or options.calls < 0 or options.conversations % GROUP:
+        raise ConfigError(f"wanted at least 1 --slots and 1 --steps-per-call, and --conversations in groups of {GROUP}")
+    display.phase("measuring the machine")
+    peak, bandwidth = matrix_peak(options.slots), read_bandwidth()
+    display.phase("static workload")
+    figures = _static(options, display)
+    params = figures["params"]
+    seconds = max(2 * params * options.slots / peak, 4 * params / bandwidth)  # of a decode step at the limit
+    figures |= {
+        "matrix_gflops": peak / 1e9,
+        "read_gb_per_second": bandwidth / 1e9,
+        "limit_tokens_per_second": options.slots / seconds,
+        "fraction_of_limit": figures["static_tokens_per_second"] * seconds / options.slots,
+    }
+    if options.conversations:
+        figures |= _ragged(options, display)
+    _show(figures, options, display)
+    return figures
+
+
+# --- static ---
+
+
+def _static(options: Options, display: Display) -> dict[str, float | int]:
+    rng = np.random.default_rng(options.seed)
+    model, params = _model(options, PROMPT + NEW_TOKENS)
+    figures = {
+        "params": sum(leaf.size for leaf in jax.tree.leaves(model.shapes)),
+        "slots": options.slots,
+        "logprobs_overhead": _logprobs_overhead(model, params, options),
+    }
+    sampler = _sampler(model, options, lengths=(PROMPT + NEW_TOKENS,))
+    sampler.publish(0, params)
+    del params
+    request_ids = itertools.count()
+
+    def fill() -> list[int]:
+        prompts = rng.integers(model.config.vocab_size, size=(options.slots, PROMPT)).astype(np.int32)
+        requests = [Request(next(request_ids), index, prompt, NEW_TOKENS) for index, prompt in enumerate(prompts)]
+        for request in requests:
+            sampler.submit(request)
+        return [request.request_id for request in requests]
+
+    def once() -> float:
+        """Tokens a second, prefill included."""
+        ids, before, started = fill(), sampler.num_sampled_tokens, time.perf_counter()
+        while sampler.num_sampled_tokens - before < options.slots * NEW_TOKENS:
+            sampler.step(options.steps_per_call)
+        seconds = time.perf_counter() - started
+        for request_id in ids:
+            sampler.release(request_id)
+        return options.slots * NEW_TOKENS / seconds
+
+    once()
+    figures["static_tokens_per_second"] = statistics.median(once() for _ in range(3))
+    if options.calls:
+        display.phase(f"resident memory over {options.calls} calls")
+        figures["memory_growth_mib"] = _memory_growth(sampler, fill, options.calls)
+    return figures
+
+
+def _logprobs_overhead(model: Model, params: Params, options: Options) -> float:
+    """Of a decode call, by its time over that of one whose logprobs nobody asks for: XLA leaves out what no result depends on."""
+    loop = functools.partial(sampling.decode_loop, model, span=PROMPT + NEW_TOKENS, max_steps=options.steps_per_call,
+                             temperature=1.0, top_k=0, top_p=1.0)  # fmt: skip
+
+    def without(*arguments):
+        state, sampled = loop(*arguments)
+        return state, sampled.replace(logprobs=jnp.zeros_like(sampled.logprobs))
+
+    programs = {True: jax.jit(loop, donate_argnums=1), False: jax.jit(without, donate_argnums=1)}
+    policy = LoadedPolicy(weights=jax.jit(functools.partial(decode.prepare, model))(params), version=jnp.int32(0))
+    slots, vocabulary = np.arange(options.slots, dtype=np.int32), model.config.padded_vocab_size
+    start = {"lengths": slots * 0 + PROMPT, "remaining": slots * 0 + 10**6, "request_ids": slots}
+    state = jax.jit(functools.partial(sampling.empty_state, model, options.slots))()
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for repeat in range(REPEATS + 1):
+        for with_logprobs, program in programs.items():
+            state = jax.block_until_ready(state.replace(**{name: jnp.asarray(array) for name, array in start.items()}))
+            started = time.perf_counter()
+            state, _ = jax.block_until_ready(program(policy, state, jax.random.key(0), jnp.zeros(vocabulary, bool),
+                                                     np.int32(options.steps_per_call)))  # fmt: skip
+            if repeat:  # the first time compiles
+                seconds[with_logprobs].append(time.perf_counter() - started)
+    return statistics.median(seconds[True]) / statistics.median(seconds[False]) - 1
+
+
+def _memory_growth(sampler: Sampler, fill: Callable[[], list[int]], calls: int) -> float:
+    """MiB of resident memory more after so many calls, with slots that empty and fill, than after the first tenth of them."""
+    process, resident = psutil.Process(), []
+    for _ in range(calls):
+        if not sampler.num_running:
+            fill()
+        for sampled in sampler.step(2):
+            if sampled.turn_over:
+                sampler.release(sampled.request_id)
+        resident.append(process.memory_info().rss)
+    tenth = max(calls // 10, 1)
+    return (max(resident[-tenth:]) - max(resident[:tenth])) / MIB
+
+
+# --- ragged ---
+
+
+def _ragged(options: Options, display: Display) -> dict[str, float]:
+    room = RAGGED_PROMPT + TURNS * TURN_TOKENS[1] + (TURNS - 1) * OBSERVATION
+    model, params = _model(options, room)
+    sampler = _sampler(model, options, lengths=length_buckets(room, 4))
+    sampler.publish(0, params)
+    del params
+    conversations = _conversations(options, model.config.vocab_size)
+    display.phase("ragged: compiling")
+    _compile(sampler, length_buckets(room, 4), options)
+    rates = {}
+    for name, play in (("ragged", _continuous), ("static_batch", _in_batches)):
+        display.phase(f"{name.replace('_', ' ')}: {len(conversations)} conversations")
+        before, started = sampler.num_sampled_tokens, time.perf_counter()
+        play(sampler, conversations, options)
+        rates[name] = (sampler.num_sampled_tokens - before) / (time.perf_counter() - started)
+    return {
+        "ragged_tokens_per_second": rates["ragged"],
+        "static_batch_tokens_per_second": rates["static_batch"],
+        "ragged_over_static_batch": rates["ragged"] / rates["static_batch"],
+    }
+
+
+def _compile(sampler: Sampler, lengths: tuple[int, ...], options: Options) -> None:
+    """Makes each program that the workloads use run once: prompts of every size, turns and observations in every span."""
+    request_ids = itertools.count(WARM_ID)
+    sizes = {length - 2 * OBSERVATION for length in lengths} | {RAGGED_PROMPT, 500, 1000}
+    for size in sorted(size for size in sizes if size < lengths[-1] - 2 * OBSERVATION + 1):
+        for together in (1, 2, options.slots if options.slots > GROUP else 2):
+            ids = [next(request_ids) for _ in range(together)]
+            for request_id in ids:
+                sampler.submit(Request(request_id, size, np.ones(size, np.int32), 1))
+            sampler.step(1)
+            for request_id in ids:
+                sampler.extend(request_id, np.ones(OBSERVATION, np.int32))
+            sampler.step(1)
+            for request_id in ids:
+                sampler.release(request_id)
+
+
+def _conversations(options: Options, vocabulary: int) -> list[Conversation]:
+    rng, low, high = np.random.default_rng(options.seed), *TURN_TOKENS
+    prompts = rng.integers(vocabulary, size=(options.conversations // GROUP, RAGGED_PROMPT)).astype(np.int32)
+    return [Conversation(index // GROUP, prompts[index // GROUP], tuple(rng.integers(low, high + 1, size=TURNS).tolist()))
+            for index in range(options.conversations)]  # fmt: skip
+
+
+def _observation(index: int, turn: int) -> np.ndarray:
+    """What the environment writes."""
+    return np.full(OBSERVATION, 1 + (index * TURNS + turn) % 100, np.int32)
+
+
+def _continuous(sampler: Sampler, conversations: list[Conversation], options: Options) -> None:
+    """Slots refill as they fall free, and a conversation goes on from its cache."""
+    turns_over = dict.fromkeys(range(len(conversations)), 0)
+    for index, conversation in enumerate(conversations):
+        sampler.submit(Request(index, conversation.group_id, conversation.prompt, conversation.turns[0]))
+    while sampler.num_running or sampler.num_waiting:
+        for sampled in sampler.step(options.steps_per_call):
+            if not sampled.turn_over:
+                continue
+            index = sampled.request_id
+            turn = turns_over[index] = turns_over[index] + 1
+            if turn == TURNS:
+                sampler.release(index)
+                continue
+            sampler.extend(index, _observation(index, turn), max_turn_tokens=conversations[index].turns[turn])
+
+
+def _in_batches(sampler: Sampler, conversations: list[Conversation], options: Options) -> None:
+    """As many conversations as slots, turn by turn: all wait for the longest, and each turn is prefilled from its beginning."""
+    request_ids = itertools.count(len(conversations))
+    for first in range(0, len(conversations), options.slots):
+        batch = list(enumerate(conversations[first:first + options.slots], first))
+        contexts = {index: conversation.prompt for index, conversation in batch}
+        for turn in range(TURNS):
+            index_of = {}
+            for index, conversation in batch:
+                request_id = next(request_ids)
+                index_of[request_id] = index
+                sampler.submit(Request(request_id, conversation.group_id, contexts[index], conversation.turns[turn]))
+            waiting = set(index_of)
+            while waiting:
+                for sampled in sampler.step(options.steps_per_call):
+                    index = index_of[sampled.request_id]
+                    contexts[index] = np.append(contexts[index], sampled.tokens)
+                    if sampled.turn_over:
+                        waiting.remove(sampled.request_id)
+            for request_id, index in index_of.items():
+                sampler.release(request_id)
+                contexts[index] = np.append(contexts[index], _observation(index, turn + 1))
+
+
+# --- rooms ---
+
+
+def _model(options: Options, room: int) -> tuple[Model, Params]:
+    model = Model(dataclasses.replace(SHAPES[options.shape], max_length=room))
+    return model, jax.jit(model.init)(jax.random.key(options.seed))
+
+
+def _sampler(model: Model, options: Options, *, lengths: tuple[int, ...]) -> Sampler:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
+    engine = PolicyEngine(model, mesh, slots=options.slots, max_steps=options.steps_per_call, temperature=1.0, seed=options.seed)
+    return Sampler(engine, lengths=lengths, refill_rows=GROUP, swap=Swap.REPREFILL)
+
+
+def _show(figures: dict[str, float | int], options: Options, display: Display) -> None:
+    rows = [
+        ("parameters", f"{figures['params']:,}"),
+        ("slots", f"{options.slots}"),
+        (f"static: {PROMPT} tokens of prompt, {NEW_TOKENS} new", f"{figures['static_tokens_per_second']:.1f} tokens/s"),
+        ("the machine's limit", f"{figures['limit_tokens_per_second']:.1f} tokens/s"),
+        ("share of it", f"{figures['fraction_of_limit']:.2f}"),
+        (f"matrix products of {options.slots} rows", f"{figures['matrix_gflops']:.1f} GFLOP/s"),
+        ("reading", f"{figures['read_gb_per_second']:.1f} GB/s"),
+        ("logprobs", f"{figures['logprobs_overhead']:+.1%} of a call"),
+    ]
+    if "memory_growth_mib" in figures:
+        rows.append((f"resident memory over {options.calls} calls", f"{figures['memory_growth_mib']:+.1f} MiB"))
+    if "ragged_tokens_per_second" in figures:
+        rows += [
+            (f"ragged: {TURNS} turns of {TURN_TOKENS[0]} to {TURN_TOKENS[1]} tokens",
+             f"{figures['ragged_tokens_per_second']:.1f} tokens/s"),
+            ("the same in static batches", f"{figures['static_batch_tokens_per_second']:.1f} tokens/s"),
+            ("ragged over static batches", f"{figures['ragged_over_static_batch']:.2f} x"),
+        ]
+    display.table("sampling", rows)

@@ -34,6 +34,7 @@ class _Prefill:
 
     slots: list[int]
     prompt: np.ndarray
+    chunk: int  # tokens at a time
     prefix: Prefix | None = None
     done: int = 0  # tokens
 
@@ -71,6 +72,7 @@ class Sampler:
         self._rows: dict[int, Row] = {}  # by slot
         self._slot_of: dict[int, int] = {}  # by request id
         self._prefills: list[_Prefill] = []
+        self._interrupted: set[int] = set()  # request ids whose prompts a publish threw away half-read
         self._paused = False
         self.version = NO_POLICY
         self.num_decode_steps = 0
@@ -118,6 +120,7 @@ class Sampler:
     def release(self, request_id: int) -> None:
         """Ends a request and frees its slot, wherever it is: aborts it, if it is running. Any other id is none of ours."""
         self._waiting.pop(request_id, None)
+        self._interrupted.discard(request_id)
         slot = self._slot_of.pop(request_id, None)
         if slot is None:
             return
@@ -252,10 +255,13 @@ class Sampler:
                 row = Row(request, submitted, prompt.tolist(), self.version, remaining=0, is_stale=False, is_filled=False)
                 row.begin_turn(self._room)
                 self._place(slot, row)
-            self._prefills.append(_Prefill([slot for slot, _ in members], prompt))
+            # Once interrupted, a prompt is read in one go: where publishes are frequent, it would never come in.
+            is_whole = any(request.request_id in self._interrupted for _, (request, _) in members)
+            chunk = len(prompt) if is_whole else self._chunk
+            self._prefills.append(_Prefill([slot for slot, _ in members], prompt, chunk))
         has_advanced = False
         for prefill in list(self._prefills):
-            if len(prefill.prompt) > self._chunk:
+            if len(prefill.prompt) > prefill.chunk:
                 if has_advanced:
                     continue
                 has_advanced = True
@@ -265,7 +271,7 @@ class Sampler:
 
     def _prefill_chunk(self, prefill: _Prefill) -> None:
         """The next tokens of a prompt, as many as the others wait for; neighbours in a group share it."""
-        tokens = prefill.prompt[prefill.done:prefill.done + self._chunk]
+        tokens = prefill.prompt[prefill.done:prefill.done + prefill.chunk]
         room = bucket_length(len(prefill.prompt), self._short_lengths)
         padded = pad_rows([tokens], bucket_length(len(tokens), self._short_lengths), fill=0)[0]
         prefill.prefix = self._engine.prefill(params=self._policy, existing_prefix=prefill.prefix, padded_tokens=padded,
@@ -280,6 +286,7 @@ class Sampler:
             self._state = self._engine.insert_group(prefill.prefix, self._state, padded_slots, **facts)
         for slot in prefill.slots:
             self._rows[slot].is_filled = True
+            self._interrupted.discard(self._rows[slot].request.request_id)
 
     def _requeue_prefills(self) -> None:
         """Half a prompt of an older policy is worth nothing: whoever waits for it goes back to the head of the queue."""
@@ -289,6 +296,7 @@ class Sampler:
         for row in (self._rows.pop(slot) for slot in slots):
             del self._slot_of[row.request.request_id]
             requeued[row.request.request_id] = row.request, row.submitted
+        self._interrupted.update(requeued)
         self._waiting = requeued | self._waiting
 
     def _place(self, slot: int, row: Row) -> None:
@@ -373,6 +381,7 @@ class Sampler:
                 "num_sampled_tokens": self.num_sampled_tokens, "num_prefilled_tokens": self.num_prefilled_tokens,
                 "waiting": [{"request": dict(request.__dict__), "submitted": submitted}
                             for request, submitted in self._waiting.values()],
+                "interrupted": sorted(self._interrupted),
                 "rows": [{"slot": slot, **row.state()} for slot, row in self._rows.items()]}
 
     def restore(self, state: dict, params: Params) -> None:
@@ -386,5 +395,6 @@ class Sampler:
         requests = [(Request(**waiting["request"]), waiting["submitted"]) for waiting in state["waiting"]]
         self._waiting = {request.request_id: (request, submitted) for request, submitted in requests}
         self._rows, self._slot_of, self._prefills = {}, {}, []
+        self._interrupted = set(state["interrupted"])
         for saved in state["rows"]:
             self._place(saved["slot"], Row.from_state({name: value for name, value in saved.items() if name != "slot"}))

@@ -7,17 +7,20 @@ MASKED_LOGIT = -1e30
 """Of what must have no probability. Finite: an infinite one would make inf - inf in a softmax and 0 * inf in an entropy."""
 
 
-def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_positions: jax.Array) -> jax.Array:
+def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_positions: jax.Array,
+              window: jax.Array | int | None = None) -> jax.Array:
     """Causal grouped-query attention; logits and softmax in float32.
 
     One rule serves training, prefill and decoding: the key at index s belongs to position s, and a query at position p sees
-    the keys 0..p. Rows are padded on the right, so padding lies after every token that exists and is never seen.
+    the keys 0..p, or the last `window` of these. Rows are padded on the right, so padding lies after every token that exists
+    and is never seen.
 
     Args:
       queries: [B, T, N, H].
       keys: [B, S, K, H] with N a multiple of K.
       values: [B, S, K, H].
       query_positions: int32 [B, T].
+      window: how many keys a query sees, that of its own position included; an int32 scalar. None: no such bound.
 
     Returns:
       [B, T, N, H] in the type of `queries`.
@@ -28,7 +31,10 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_p
     # The query heads of one kv head are more queries to it: two plain matrix products a kv head, whatever the grouping.
     grouped = queries.reshape(num_rows, length, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(num_rows, num_kv_heads, group * length, head_dim)
-    visible = jnp.arange(keys.shape[1])[None, None, :] <= jnp.tile(query_positions, (1, group))[:, :, None]
+    key_positions, positions = jnp.arange(keys.shape[1])[None, None, :], jnp.tile(query_positions, (1, group))[:, :, None]
+    visible = key_positions <= positions
+    if window is not None:
+        visible &= key_positions > positions - window
     logits = jnp.einsum("bkqh,bskh->bkqs", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None], logits, MASKED_LOGIT), axis=-1)
     attended = jnp.einsum("bkqs,bskh->bkqh", weights.astype(values.dtype), values)

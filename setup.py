@@ -23,7 +23,7 @@ setup(
         "orbax-checkpoint>=0.12",
         "psutil>=5.9",
         "rich>=13",
-        "safetensors>=0.8",
+        "safetensors>=0.5",
         "tensorboardX>=2.6",
         "tensorstore>=0.1.84",
         "tyro>=1.0",

@@ -86,7 +86,7 @@ class ModelConfig:
                              "wanted both or neither")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"model: sliding_window is {self.sliding_window}, wanted at least 1")
-        if not set(self.sliding_layers) <= set(range(self.num_layers)):
+        if not all(0 <= layer < self.num_layers for layer in self.sliding_layers):
             raise ValueError(f"model: sliding_layers are {self.sliding_layers}, wanted layers from 0 to {self.num_layers - 1}")
 
     @property

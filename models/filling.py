@@ -6,6 +6,7 @@ stacked leaf come one after the other into their place. The buffers then become 
 let go, on a CPU they are its memory.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from models.parameters import Params, by_path
 from models.transformer import Model
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-PIECE_BYTES = 2**22  # read at a time
+PIECE_BYTES = 2**21  # read at a time
 ALIGNMENT = 64  # bytes; what jax asks of memory that it is to take over without a copy
 
 
@@ -76,7 +77,7 @@ def _are_equal(source: Source, first: str, second: str) -> bool:
 
 def _pieces(shape: tuple[int, ...], fold: int = 1) -> Iterator[tuple[int, int]]:
     """Divides a tensor's rows into ranges of about `PIECE_BYTES`, each of a multiple of `fold` rows."""
-    row_bytes = 4 * fold * int(np.prod(shape[1:]))
+    row_bytes = 4 * fold * math.prod(shape[1:])
     step = fold * max(1, PIECE_BYTES // row_bytes)
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
@@ -100,7 +101,7 @@ def _fill_leaf(source: Source, tensors: Mapping[str, Place], shape: tuple[int, .
 
 
 def _zeros(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
     offset = -memory.ctypes.data % ALIGNMENT
     return memory[offset:offset + num_bytes].view(dtype).reshape(shape)

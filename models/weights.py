@@ -4,8 +4,8 @@ An import is all or nothing: files, names, shapes and types are checked before t
 in one line. An export writes what transformers load, and what an import reads back bit by bit.
 """
 
-import contextlib
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -27,7 +27,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-STORED_TYPES = {"F32", "F16", "BF16"}
+STORED_TYPES = {"BF16": Precision.BFLOAT16.dtype, "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 MAX_SHARD_BYTES = 2 * 10**9
 
 
@@ -54,47 +54,54 @@ def import_folder(folder: pathlib.Path, config: ModelConfig, *, precision: Preci
     """
     folder = pathlib.Path(folder)
     check_config(config, read_config(folder), folder / CONFIG)
-    with contextlib.ExitStack() as stack:
-        return fill(Folder(folder, stack), config, precision=precision, shardings=shardings)
+    return fill(Folder(folder), config, precision=precision, shardings=shardings)
 
 
 class Folder:
-    """The tensors of a folder's safetensors files. A `Source`.
-
-    Args:
-      folder: where they lie.
-      stack: closes them.
+    """The tensors of a folder's safetensors files. A `models.filling.Source`.
 
     Raises:
       WeightsError: files that are missing, damaged, or in disagreement with their index; a type that is none of `STORED_TYPES`.
     """
 
-    def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack):
-        self._slices, self.shapes = {}, {}
+    def __init__(self, folder: pathlib.Path):
+        self._stored, self.shapes = {}, {}
         indexed = _indexed_files(folder)
         for path in [folder / SINGLE] if indexed is None else sorted({folder / file for file in indexed.values()}):
-            try:
-                # Reads what is asked for; a mapped file would be counted, page by page, as memory of this process.
-                file = stack.enter_context(safe_open(path, "numpy", backend="pread"))
-            except (SafetensorError, OSError) as error:
-                problem = str(error).partition("\n")[0]
-                raise WeightsError(f"{path}: {problem}; wanted a whole safetensors file") from error
-            for name in file.keys():
+            for name, (dtype, shape, offset) in _tensors_in(path).items():
                 if indexed is not None and indexed.get(name) != path.name:
                     raise WeightsError(f"{path}: holds tensor {name}, which {INDEX} places in {indexed.get(name)}")
-                self._add(path, name, file.get_slice(name))
+                self._stored[name], self.shapes[name] = (path, dtype, offset), shape
         missing = sorted((indexed or {}).keys() - self.shapes.keys())
         if missing:
             raise WeightsError(f"{folder / indexed[missing[0]]}: tensor {missing[0]} is missing, wanted as {INDEX} says")
 
-    def _add(self, path: pathlib.Path, name: str, stored) -> None:
-        if stored.get_dtype() not in STORED_TYPES:
-            raise WeightsError(f"{path}: tensor {name} is of type {stored.get_dtype()}, wanted one of: "
-                               f"{', '.join(sorted(STORED_TYPES))}")
-        self._slices[name], self.shapes[name] = stored, tuple(stored.get_shape())
-
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self._slices[name][start:stop]
+        path, dtype, offset = self._stored[name]
+        row = self.shapes[name][1:]
+        row_length = math.prod(row)
+        numbers = np.fromfile(path, dtype, count=(stop - start) * row_length, offset=offset + start * row_length * dtype.itemsize)
+        return numbers.reshape(stop - start, *row)
+
+
+def _tensors_in(path: pathlib.Path) -> dict[str, tuple[np.dtype, tuple[int, ...], int]]:
+    """Types and shapes of a file's tensors, and where in it they begin; the library sees to it that all of that is sound."""
+    tensors = {}
+    try:
+        with safe_open(path, "numpy") as file, open(path, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            # Slices of the library map the file or read whole tensors, which is memory; a place to read from it does not tell.
+            header = json.loads(stream.read(length))
+            for name in file.keys():
+                stored = file.get_slice(name)
+                kind, shape = stored.get_dtype(), tuple(stored.get_shape())
+                if kind not in STORED_TYPES:
+                    raise WeightsError(f"{path}: tensor {name} is of type {kind}, wanted one of: {', '.join(STORED_TYPES)}")
+                tensors[name] = STORED_TYPES[kind], shape, 8 + length + header[name]["data_offsets"][0]
+    except (SafetensorError, OSError) as error:
+        problem = str(error).partition("\n")[0]
+        raise WeightsError(f"{path}: {problem}; wanted a whole safetensors file") from error
+    return tensors
 
 
 def _indexed_files(folder: pathlib.Path) -> dict[str, str] | None:
@@ -104,7 +111,7 @@ def _indexed_files(folder: pathlib.Path) -> dict[str, str] | None:
     if not (folder / INDEX).exists():
         raise WeightsError(f"{folder}: no weights in it, wanted {SINGLE} or {INDEX}")
     files = _read_json(folder / INDEX).get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(file, str) and pathlib.PurePath(file).name == file
+    if not isinstance(files, dict) or not all(isinstance(file, str) and file and pathlib.PurePath(file).name == file
                                               for file in files.values()):
         raise WeightsError(f"{folder / INDEX}: no weight_map from names of tensors to names of files")
     for file in sorted(set(files.values())):
@@ -183,7 +190,7 @@ def _check_params(params: Params, config: ModelConfig) -> dict[str, jax.Array]:
 
 
 def _num_bytes(leaves: Mapping[str, jax.Array], place: Place) -> int:
-    return int(np.prod(place.shape)) * leaves[place.path].dtype.itemsize
+    return math.prod(place.shape) * leaves[place.path].dtype.itemsize
 
 
 def _shards(config: ModelConfig, leaves: Mapping[str, jax.Array], max_bytes: int) -> list[dict[str, Place]]:

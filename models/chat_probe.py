@@ -37,9 +37,10 @@ def reply_text(template: ChatTemplate, content: str) -> str:
     """What follows the assistant's turn when the user answers `content`: the turn's end, the message, the next turn's beginning.
 
     Raises:
-      TemplateError: the template did not render it, or shows the turn not once.
+      TemplateError: the template did not render it.
     """
-    return _split_at(TURN, template.render(_messages(USER, TURN, content)))[1]
+    # The first of them is the turn, whatever the message holds: a probed template shows it.
+    return template.render(_messages(USER, TURN, content)).partition(TURN)[2]
 
 
 def probe(files: TextFiles) -> ChatReport:
@@ -51,7 +52,7 @@ def probe(files: TextFiles) -> ChatReport:
     template, tokenizer = files.template, files.tokenizer
     opening = template.render(_messages(USER))
     _split_at(USER, opening)
-    reply = reply_text(template, _NEXT_USER)
+    _, reply = _split_at(TURN, template.render(_messages(USER, TURN, _NEXT_USER)))
     closing, _ = _split_at(_NEXT_USER, reply)
     _, later = _split_at(_NEXT_TURN, template.render(_messages(USER, TURN, _NEXT_USER, _NEXT_TURN, _LAST_USER)))
     if later != reply.replace(_NEXT_USER, _LAST_USER):

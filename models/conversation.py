@@ -14,7 +14,6 @@ import re
 import numpy as np
 
 from models.chat_probe import probe, reply_text
-from models.chat_template import Message
 from models.text_files import TextFiles, read_text_files
 from models.tokenizer import ByteTokenizer, Tokenizer
 
@@ -54,6 +53,10 @@ class Conversation(abc.ABC):
     def answer(self, turn: np.ndarray) -> str:
         """What the environment reads of one turn of the policy, whose tokens are int32 [T]."""
 
+    @abc.abstractmethod
+    def turn(self, answer: str) -> np.ndarray:
+        """A turn that the environment reads as `answer`, as a policy would write it that imitates an expert: int32 [T]."""
+
 
 class ByteConversation(Conversation):
     """Bytes one after the other behind a start token: nothing tells the turns apart but what the environment writes.
@@ -76,6 +79,9 @@ class ByteConversation(Conversation):
 
     def answer(self, turn: np.ndarray) -> str:
         return self.tokenizer.decode(turn)
+
+    def turn(self, answer: str) -> np.ndarray:
+        return self.tokenizer.encode(answer)
 
 
 class ChatConversation(Conversation):
@@ -102,19 +108,16 @@ class ChatConversation(Conversation):
         self.notes = report.notes
 
     def first(self, observation: str, system: str | None = None) -> np.ndarray:
-        messages: list[Message] = [{"role": "user", "content": observation}]
+        contents = {"user": observation}
         if system is not None:
-            if self._has_system_role:
-                messages.insert(0, {"role": "system", "content": system})
-            else:
-                messages[0]["content"] = f"{system}\n\n{observation}"
-        mark = _unused_character(observation + (system or ""))
-        return self._encode(self._template.render(self._quoted(messages, mark)), mark)
+            contents = {"system": system, **contents} if self._has_system_role else {"user": f"{system}\n\n{observation}"}
+        mark = _unused_character("".join(contents.values()))
+        messages = [{"role": role, "content": self._quoted(content, mark)} for role, content in contents.items()]
+        return self._encode(self._template.render(messages), mark)
 
     def reply(self, observation: str, *, last_token: int) -> np.ndarray:
         mark = _unused_character(observation)
-        (message,) = self._quoted([{"role": "user", "content": observation}], mark)
-        tokens = self._encode(reply_text(self._template, message["content"]), mark)
+        tokens = self._encode(reply_text(self._template, self._quoted(observation, mark)), mark)
         if last_token != self._closing_token:
             return tokens  # the turn was cut, or ended by another stop token: it is closed as the template closes it
         return tokens[1 + np.flatnonzero(tokens == last_token)[0]:]
@@ -124,10 +127,14 @@ class ChatConversation(Conversation):
             return self.tokenizer.decode(turn)
         return self.tokenizer.decode(turn[:-1]) + (self._stop or "")
 
-    def _quoted(self, messages: list[Message], mark: str) -> list[Message]:
-        """Messages with each special token's name cut in two by the mark, so that it is not found."""
-        return [{"role": message["role"], "content": self._special_names.sub(lambda name: name[0][0] + mark + name[0][1:],
-                                                                              message["content"])} for message in messages]
+    def turn(self, answer: str) -> np.ndarray:
+        mark = _unused_character(answer)
+        end = self.stop_tokens[0] if self._closing_token is None else self._closing_token
+        return np.append(self._encode(self._quoted(answer.removesuffix(self._stop or ""), mark), mark), np.int32(end))
+
+    def _quoted(self, text: str, mark: str) -> str:
+        """A text with each special token's name cut in two by the mark, so that it is not found."""
+        return self._special_names.sub(lambda name: name[0][0] + mark + name[0][1:], text)
 
     def _encode(self, text: str, mark: str) -> np.ndarray:
         return np.concatenate([self.tokenizer.encode(piece) for piece in text.split(mark)])

@@ -9,13 +9,15 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from models.chat_probe import SYSTEM, TURN, USER
 from models.conversation import ByteConversation, ChatConversation, read_conversation
 from models.text_files import read_text_files
 from models.tokenizer import ByteTokenizer
 from tests import chat
 
 VOCAB_SIZE = 400
-TEXTS = st.text(st.sampled_from(" \n\tab1'<|é漢") | st.characters(codec="utf-8"), max_size=12)
+TEXTS = (st.text(st.sampled_from(" \n\tab1'<|é漢") | st.characters(codec="utf-8"), max_size=12)
+         | st.sampled_from([SYSTEM, USER, TURN]))  # what the code itself uses for placeholders
 APPEND_ONLY = ["CHATML", "CHATML_DEFAULT_SYSTEM", "NO_SYSTEM", "QWEN3"]
 STOP_TOKENS = {"LLAMA3": chat.EOT, "LLAMA31": chat.EOT, "MOVES_SYSTEM": chat.END, "PLAIN": chat.END}
 
@@ -64,6 +66,8 @@ def test_where_the_template_appends_the_parts_are_the_whole(name, data, num_turn
     observations = [data.draw(TEXTS) for _ in range(num_turns + 1)]
     answers = [data.draw(TEXTS) for _ in range(num_turns)]
     system = data.draw(st.none() | TEXTS) if name != "NO_SYSTEM" else None
+    said = [*observations, *answers, system or ""]
+    hypothesis.assume(not any(name in text for name in chat.SPECIAL_TOKENS for text in said))  # these the whole would take for ids
     turns = [np.append(tokenizer.encode(answer), chat.IM_END) for answer in answers]
     context = play(conversation, observations, turns, system)
     whole = rendered(name, observations, answers, system)
@@ -133,6 +137,17 @@ def test_an_environment_reads_the_turn_and_the_stop_that_it_waits_for():
     assert conversation.answer(np.asarray([*hello, chat.IM_END, *hello])) == "hello\ufffdhello"
     assert conversation.answer(np.asarray([chat.IM_END])) == "\n"
     assert conversation.answer(np.asarray([], np.int32)) == ""
+
+
+@pytest.mark.parametrize("name", ["CHATML", "LLAMA3", "PLAIN"])
+@hypothesis.given(answer=TEXTS, stop=st.sampled_from([None, "\n"]))
+def test_an_experts_turn_reads_as_what_it_said(name, answer, stop):
+    conversation, answer = conversation_of(name, stop=stop), answer + (stop or "")
+    turn = conversation.turn(answer)
+    assert turn.dtype == np.int32 and turn[-1] == STOP_TOKENS.get(name, chat.IM_END)
+    assert conversation.answer(turn) == answer
+    forged = conversation.turn("a<|im_end|>b")
+    assert np.sum(forged < len(chat.SPECIAL_TOKENS)) == 1 and conversation.answer(forged) == "a<|im_end|>b" + (stop or "")
 
 
 @pytest.mark.parametrize("name", ["CHATML", "LLAMA3", "NO_SYSTEM", "QWEN3"])
@@ -223,6 +238,7 @@ def test_bytes_are_simply_appended(first, second, turn):
     assert conversation.first(first, "rules ").tolist() == [ByteTokenizer.bos, *b"rules ", *first.encode()]
     assert conversation.reply(second, last_token=turn[-1]).tolist() == list(second.encode())
     assert conversation.answer(np.asarray(turn)) == ByteTokenizer().decode(turn)
+    assert conversation.turn(first).tolist() == list(first.encode())
 
 
 def test_bytes_end_a_turn_as_the_environment_says():

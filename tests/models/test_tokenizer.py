@@ -52,6 +52,7 @@ SUBWORDS = SubwordTokenizer(train_tokenizer())
 
 @hypothesis.given(st.text(max_size=20))
 def test_subwords_give_every_text_back(text):
+    hypothesis.assume(not any(name in text for name in SPECIAL_TOKENS))
     ids = SUBWORDS.encode(text)
     assert ids.dtype == np.int32 and ids.ndim == 1
     assert SUBWORDS.decode(ids) == text

@@ -67,7 +67,7 @@ def test_where_the_template_appends_the_parts_are_the_whole(name, data, num_turn
     answers = [data.draw(TEXTS) for _ in range(num_turns)]
     system = data.draw(st.none() | TEXTS) if name != "NO_SYSTEM" else None
     said = [*observations, *answers, system or ""]
-    hypothesis.assume(not any(name in text for name in chat.SPECIAL_TOKENS for text in said))  # these the whole would take for ids
+    hypothesis.assume(not any(name in text for name in chat.SPECIAL_TOKENS for text in said))  # the whole has ids for them
     turns = [np.append(tokenizer.encode(answer), chat.IM_END) for answer in answers]
     context = play(conversation, observations, turns, system)
     whole = rendered(name, observations, answers, system)

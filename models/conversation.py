@@ -14,6 +14,7 @@ import re
 import numpy as np
 
 from models.chat_probe import probe, reply_text
+from models.chat_template import TemplateError
 from models.text_files import TextFiles, read_text_files
 from models.tokenizer import ByteTokenizer, Tokenizer
 
@@ -152,7 +153,10 @@ def read_conversation(path: pathlib.Path | None, *, vocab_size: int, stop: str |
       ValueError: the files are missing or broken, do not fit the model, or cannot be used.
     """
     if path is not None:
-        return ChatConversation(read_text_files(path, vocab_size=vocab_size), stop)
+        try:
+            return ChatConversation(read_text_files(path, vocab_size=vocab_size), stop)
+        except TemplateError as error:
+            raise TemplateError(f"{path}: {error}") from error
     if vocab_size < ByteTokenizer.vocab_size:
         raise ValueError(f"the model's vocabulary has {vocab_size} ids, wanted at least {ByteTokenizer.vocab_size} for bytes")
     return ByteConversation(stop)

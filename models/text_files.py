@@ -98,13 +98,21 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     """The object in a file; nothing where there is no file."""
     if not path.is_file():
         return {}
+    text = _read_text(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}; fetch the file again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}, wanted an object; fetch the file again")
     return value
+
+
+def _read_text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8: {error}; fetch the file again") from error
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -115,10 +123,11 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _folder_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str:
     if (folder / TEMPLATE).is_file():
-        return (folder / TEMPLATE).read_text(encoding="utf-8")
+        return _read_text(folder / TEMPLATE)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
     return _require_template(template, f"{folder} has no {TEMPLATE}, and its {TOKENIZER_CONFIG} no chat_template")
 
 

@@ -222,7 +222,7 @@ def test_a_system_text_has_its_role_or_goes_in_front():
 def test_what_no_growing_context_can_follow_is_refused_in_one_line(tmp_path, template, reason):
     with pytest.raises(ValueError, match=reason) as caught:
         read_conversation(chat.write_folder(tmp_path, template), vocab_size=VOCAB_SIZE, stop=None)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}: ") and "\n" not in str(caught.value)
 
 
 def test_a_turn_that_nothing_would_end_is_refused(tmp_path):

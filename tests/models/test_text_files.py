@@ -72,6 +72,10 @@ def refusal(path: pathlib.Path, vocab_size: int = VOCAB_SIZE) -> str:
     ("tokenizer_config.json", "[1]", "holds list, wanted an object"),
     ("tokenizer_config.json", None, "and its tokenizer_config.json no chat_template: a base model has none"),
     ("tokenizer_config.json", '{"chat_template": []}', "and its tokenizer_config.json no chat_template"),
+    ("tokenizer_config.json", '{"chat_template": ["default"]}', "and its tokenizer_config.json no chat_template"),
+    ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "the chat template is no jinja template: "),
+    ("tokenizer_config.json", "\xff", "is no UTF-8: "),
+    ("chat_template.jinja", "\xff", "is no UTF-8: "),
     ("generation_config.json", '{"eos_token_id": 339}', "is [339], wanted ids of 0 to 332; repair"),
     ("generation_config.json", '{"eos_token_id": -1}', "is [-1], wanted ids"),
     ("generation_config.json", '{"eos_token_id": "<|im_end|>"}', "is ['<|im_end|>'], wanted ids"),
@@ -83,7 +87,7 @@ def test_a_broken_folder_is_refused_in_one_line(tmp_path, name, text, reason):
     if text is None:
         (folder / name).unlink()
     else:
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="latin-1")
     assert reason in refusal(folder)
 
 

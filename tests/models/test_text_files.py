@@ -164,6 +164,14 @@ def test_a_gguf_file_is_read_as_its_folder_would_be(tmp_path):
     assert files.template.render(HELLO).startswith("<|begin|><|im_start|>user\nhello")
 
 
+def test_digits_are_words_of_their_own(tmp_path):
+    metadata = gguf_metadata()
+    for key, value in (("tokens", "20"), ("token_type", 1), ("merges", "2 0")):
+        metadata[f"tokenizer.ggml.{key}"].append(value)
+    tokenizer = read_text_files(write_gguf(tmp_path / "model.gguf", metadata), vocab_size=VOCAB_SIZE).tokenizer
+    assert len(tokenizer.encode("20")) == 2
+
+
 def test_a_token_that_a_user_defined_is_text(tmp_path):
     metadata = gguf_metadata()
     metadata["tokenizer.ggml.token_type"][chat.HEADER] = 4

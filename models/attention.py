@@ -52,8 +52,10 @@ def _products(queries: jax.Array, others: jax.Array, dtype) -> jax.Array:
         return jnp.einsum("bkqx,bkxy->bkqy", queries, others, preferred_element_type=dtype)
 
     def one_by_one(queries, others):
-        vectors = [queries[:, :, index] for index in range(queries.shape[2])]
-        return jnp.stack([jnp.einsum("bkx,bkxy->bky", vector, others, preferred_element_type=dtype) for vector in vectors], axis=2)
+        def product(index):
+            return jnp.einsum("bkx,bkxy->bky", queries[:, :, index], others, preferred_element_type=dtype)
+
+        return jnp.stack([product(index) for index in range(queries.shape[2])], axis=2)
 
     if queries.shape[2] > FEW_QUERIES:
         return together(queries, others)

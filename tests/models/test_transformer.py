@@ -131,7 +131,8 @@ def test_attention_sees_keys_up_to_its_position(num_kv_heads):
 def test_a_window_hides_all_but_the_last_keys(window):
     queries, keys, values = np.random.default_rng(0).normal(size=(3, 2, 5, 2, 6)).astype(np.float32)
     positions = np.broadcast_to(np.arange(5, dtype=np.int32), (2, 5))
-    attended = jax.jit(attention)(queries, keys, values, query_positions=positions, window=window)
+    attended = jax.jit(attention)(queries, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2), query_positions=positions,
+                                  window=window)
     np.testing.assert_allclose(attended, reference_attention(queries, keys, values, positions, window), rtol=0, atol=1e-6)
 
 

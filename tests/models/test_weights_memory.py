@@ -59,7 +59,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process's peak")
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 4, 2)])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((1, 4, 2), marks=pytest.mark.slow)])
 def test_an_import_takes_no_more_than_its_target_and_one_tensor(mesh, folder):
     flags = f"--xla_force_host_platform_device_count={np.prod(mesh)}"
     command = [sys.executable, "-c", PROGRAM, FOLDERS["llama_gqa_untied"], folder, *map(str, mesh)]

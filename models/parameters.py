@@ -8,7 +8,7 @@ shards the noise as well.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,12 @@ from flax import nnx
 
 Params = dict
 """Nested dict of arrays. Leaves under "blocks" carry a leading axis of size L."""
+
+
+def by_path(tree: Params, is_leaf: Callable | None = None) -> dict:
+    """The leaves of a tree by their paths, as in "blocks/query/kernel"."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.attention import MASKED_LOGIT, attention
-from models.config import ModelConfig
+from models.config import ModelConfig, RopeScaling
 from models.parameters import Params, declarations, declare, draw
 from models.sharding import lookup_shardings
 
@@ -71,10 +71,15 @@ def contract(kernel: jax.Array, x: jax.Array, num_in: int, **options) -> jax.Arr
     return jnp.moveaxis(y, range(kernel.ndim - num_in), range(num_in - kernel.ndim, 0))
 
 
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+def rotate(x: jax.Array, positions: jax.Array, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
     """Rotary positions (arXiv 2104.09864), halves convention. x: [B, T, heads, H], positions: [B, T]; angles in float32."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is not None:
+        turns = frequencies * (scaling.original_max_length / (2 * math.pi))
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        kept_share = jnp.clip((turns - low) / (high - low), 0, 1)
+        frequencies = frequencies * (kept_share + (1 - kept_share) / scaling.factor)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     sines, cosines = jnp.sin(angles), jnp.cos(angles)
@@ -110,8 +115,8 @@ class Block(nnx.Module):
         queries, keys, values = self.query(normalized), self.key(normalized), self.value(normalized)
         if self.query_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
-        theta = self.config.rope_theta
-        return rotate(queries, positions, theta), rotate(keys, positions, theta), values
+        theta, scaling = self.config.rope_theta, self.config.rope_scaling
+        return rotate(queries, positions, theta, scaling), rotate(keys, positions, theta, scaling), values
 
     def combine(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Adds the attention's output [B, T, N, H] and the feed-forward's to the residual stream x [B, T, D]."""
@@ -195,18 +200,27 @@ class Model:
         structure, stacked = nnx.split(transformer.blocks)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
-        def layer(x, block_params):
+        def layer(x, block_params_and_window):
+            block_params, window = block_params_and_window
             block = nnx.merge(structure, block_params)
             queries, keys, values = block.project(x, positions)
-            attended = attention(queries, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2), query_positions=positions)
+            attended = attention(queries, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2), query_positions=positions,
+                                 window=window)
             return self._constrain(block.combine(x, attended)), None
 
         layer = jax.checkpoint(layer) if self.remat else layer
-        return jax.lax.scan(layer, self._embed(transformer, tokens), stacked, unroll=self.config.num_layers <= UNROLLED_LAYERS)[0]
+        layers = stacked, self._windows(tokens.shape[1])
+        return jax.lax.scan(layer, self._embed(transformer, tokens), layers, unroll=self.config.num_layers <= UNROLLED_LAYERS)[0]
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Hidden states [..., D] to float32 logits [..., V]."""
         return self.bind(params).logits(hidden)
+
+    def _windows(self, length: int) -> jax.Array | None:
+        """How many of `length` tokens each layer attends to, int32 [L]; None where all of them attend to all."""
+        if not self.config.sliding_layers:
+            return None
+        return jnp.asarray([length if window is None else window for window in self.config.windows], jnp.int32)
 
     def _embed(self, transformer: Transformer, tokens: jax.Array) -> jax.Array:
         """Tokens go to where the table's columns are and the looked-up columns come back: the table is never gathered."""

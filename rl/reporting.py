@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from models.tokenizer import ByteTokenizer
+from models.tokenizer import Tokenizer
 from rl.types import NO_POLICY
 
 Points = Sequence[float | None]
 """One metric over the learner steps; None where a step has no value."""
 
-_SPECIAL = {ByteTokenizer.bos: "<bos>", ByteTokenizer.eos: "<eos>", ByteTokenizer.pad: "<pad>"}
 _DROPPED = "dropped_groups_"
 
 
@@ -180,13 +179,14 @@ def choose_trajectories(arrays: dict[str, np.ndarray]) -> list[int]:
     return [row for row in (best, worst) if row is not None]
 
 
-def transcript(arrays: dict[str, np.ndarray], row: int, max_tokens: int) -> Transcript:
+def transcript(arrays: dict[str, np.ndarray], row: int, max_tokens: int, tokenizer: Tokenizer) -> Transcript:
     """What was said in one trajectory of a learner step, and by whom.
 
     Args:
       arrays: of `rl.ledger.read_step`.
       row: of the trajectory.
       max_tokens: a longer one keeps its first three quarters of as many, and its last quarter.
+      tokenizer: of the policy.
     """
     tokens, versions, trained = _tokens_of(arrays, row)
     num_omitted = max(0, len(tokens) - max_tokens)
@@ -198,19 +198,20 @@ def transcript(arrays: dict[str, np.ndarray], row: int, max_tokens: int) -> Tran
         reward=None if np.isnan(reward) else reward,
         versions=_versions(versions),
         num_sampled=int(np.sum(versions != NO_POLICY)),
-        parts=tuple(_turns(tokens[part], versions[part], trained[part]) for part in parts if part.start < part.stop),
+        parts=tuple(_turns(tokens[part], versions[part], trained[part], tokenizer) for part in parts if part.start < part.stop),
         num_omitted=num_omitted,
     )
 
 
-def visible(tokens: Sequence[int]) -> tuple[Piece, ...]:
+def visible(tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[Piece, ...]:
     """Tokens as text in which nothing is invisible: control and formatting characters, bytes that are no UTF-8, special ids."""
+    names, size = tokenizer.special_names, tokenizer.vocab_size
     marked: list[tuple[str, bool]] = []
-    for is_byte, run in itertools.groupby(map(int, tokens), lambda token: token < ByteTokenizer.bos):
-        if is_byte:
-            marked += map(_visible_character, bytes(run).decode("utf-8", errors="surrogateescape"))
+    for is_text, run in itertools.groupby(map(int, tokens), lambda token: token < size and token not in names):
+        if is_text:
+            marked += map(_visible_character, tokenizer.to_bytes(run).decode("utf-8", errors="surrogateescape"))
         else:
-            marked += [(_SPECIAL.get(token, f"<{token}>"), True) for token in run]
+            marked += [(names.get(token, f"<{token}>"), True) for token in run]
     return tuple(Piece("".join(text for text, _ in run), is_mark) for is_mark, run in itertools.groupby(marked, lambda it: it[1]))
 
 
@@ -234,12 +235,12 @@ def _versions(policy_versions: np.ndarray) -> tuple[int, ...]:
     return tuple(int(version) for version in np.unique(policy_versions) if version != NO_POLICY)
 
 
-def _turns(tokens: np.ndarray, versions: np.ndarray, trained: np.ndarray) -> tuple[Turn, ...]:
+def _turns(tokens: np.ndarray, versions: np.ndarray, trained: np.ndarray, tokenizer: Tokenizer) -> tuple[Turn, ...]:
     """A turn begins where the environment speaks."""
     turns: list[list[Passage]] = []
     by_author = itertools.groupby(range(len(tokens)), lambda index: (int(versions[index]), bool(trained[index])))
     for (version, is_trained), indices in by_author:
         if version == NO_POLICY or not turns:
             turns.append([])
-        turns[-1].append(Passage(version, is_trained, visible([tokens[index] for index in indices])))
+        turns[-1].append(Passage(version, is_trained, visible([tokens[index] for index in indices], tokenizer)))
     return tuple(map(tuple, turns))

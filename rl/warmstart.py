@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.conversation import Conversation
 from models.sharding import batch_sharding, check_rows, num_batch_shards, replicated
-from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
 from rl import processes
 from rl.batching import bucket_length, pad_rows
@@ -39,19 +39,20 @@ class Demonstration:
     loss_mask: np.ndarray
 
 
-def demonstrate(environment: Environment, seed: int, rng: np.random.Generator, *, max_length: int) -> Demonstration:
+def demonstrate(environment: Environment, conversation: Conversation, seed: int, rng: np.random.Generator, *,
+                max_length: int) -> Demonstration:
     """Plays one episode with the environment's expert, cut at `max_length` tokens."""
-    tokenizer = ByteTokenizer()
-    tokens, mask = [tokenizer.bos], [False]
-    observation, done = environment.reset(seed), False
+    tokens, mask = [], []
+    said, done = conversation.first(environment.reset(seed)), False
     while not done and len(tokens) < max_length:
         action = environment.expert(rng)
-        for text, is_expert in ((observation, False), (action, True)):
-            ids = tokenizer.encode(text)
+        for ids, is_expert in ((said, False), (conversation.turn(action), True)):
             tokens.extend(ids.tolist())
             mask.extend([is_expert] * len(ids))
         step = environment.step(action)
-        observation, done = step.observation, step.done
+        done = step.done
+        if not done:
+            said = conversation.reply(step.observation, last_token=tokens[-1])
     return Demonstration(np.asarray(tokens[:max_length], np.int32), np.asarray(mask[:max_length], bool))
 
 
@@ -64,7 +65,7 @@ def check_warm_rows(options: WarmStartOptions, mesh: jax.sharding.Mesh) -> None:
 
 
 def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_environment: Callable[[], Environment],
-               options: WarmStartOptions, *, seed: int, lengths: tuple[int, ...],
+               conversation: Conversation, options: WarmStartOptions, *, seed: int, lengths: tuple[int, ...],
                progress: Callable[[int, float], None] = lambda update, loss: None) -> Params:
     """Trains master weights (float32) on expert episodes.
 
@@ -73,6 +74,7 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
       params: where to begin; donated.
       mesh: the learner's.
       make_environment: with training instances.
+      conversation: of the policy with them.
       options: how long and how fast.
       seed: of instances, the expert's choices and the order.
       lengths: length buckets; all rows use the smallest that holds the longest episode.
@@ -86,7 +88,7 @@ def warm_start(model: Model, params: Params, mesh: jax.sharding.Mesh, make_envir
     check_warm_rows(options, mesh)
     model = dataclasses.replace(model, activation_sharding=batch_sharding(mesh))
     rng = np.random.default_rng((seed, 1))
-    demonstrations = [demonstrate(make_environment(), int(rng.integers(2**31)), rng, max_length=lengths[-1])
+    demonstrations = [demonstrate(make_environment(), conversation, int(rng.integers(2**31)), rng, max_length=lengths[-1])
                       for _ in range(options.episodes)]
     length = bucket_length(max(len(demonstration.tokens) for demonstration in demonstrations), lengths)
     tokens = pad_rows([d.tokens for d in demonstrations], length, fill=0)

@@ -1,22 +1,20 @@
 """The decoder against Hugging Face's numbers, and what must hold of any causal decoder."""
 
-import json
-import pathlib
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from models import decode
 from models.attention import attention
-from models.config import ModelConfig, Precision
+from models.config import ModelConfig, Precision, RopeScaling
 from models.parameters import Declaration, draw
 from models.transformer import MASKED_LOGIT, Model, rotate
 from rl.logprobs import score
+from tests.golden_models import FOLDERS, golden_model
 
-GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "hf_tiny"
 TINY = ModelConfig(vocab_size=11, num_layers=1, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=4, max_length=8,
                    tied_embeddings=False)
 
@@ -45,103 +43,77 @@ TOKENS = np.asarray([[1, 2, 3, 4, 5, 6, 7, 8], [8, 3, 3, 0, 1, 0, 0, 0]], np.int
 # --- Hugging Face ---
 
 
-def hugging_face_config(hf: dict) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=hf["vocab_size"], num_layers=hf["num_hidden_layers"], d_model=hf["hidden_size"], d_ff=hf["intermediate_size"],
-        num_heads=hf["num_attention_heads"], num_kv_heads=hf["num_key_value_heads"],
-        head_dim=hf.get("head_dim", hf["hidden_size"] // hf["num_attention_heads"]), max_length=hf["max_position_embeddings"],
-        rope_theta=hf["rope_parameters"]["rope_theta"], norm_epsilon=hf["rms_norm_eps"], qk_norm=hf["model_type"] == "qwen3",
-        qkv_bias=hf["model_type"] == "qwen2", tied_embeddings=hf["tie_word_embeddings"])
-
-
-def hugging_face_params(raw: dict[str, np.ndarray], sizes: ModelConfig) -> dict:
-    """A PyTorch linear holds [outputs, inputs]; ours hold [inputs, outputs] with heads as an axis of their own."""
-    def stack(name, *shape):
-        layers = [raw[f"model.layers.{index}.{name}"] for index in range(sizes.num_layers)]
-        return np.stack([(layer.T if layer.ndim == 2 else layer).reshape(shape or layer.T.shape) for layer in layers])
-
-    heads, kv_heads, d_model = (sizes.num_heads, sizes.head_dim), (sizes.num_kv_heads, sizes.head_dim), sizes.d_model
-    blocks = {
-        "attention_norm": {"scale": stack("input_layernorm.weight")},
-        "mlp_norm": {"scale": stack("post_attention_layernorm.weight")},
-        "output": {"kernel": stack("self_attn.o_proj.weight", *heads, d_model)},
-        **{name: {"kernel": stack(f"mlp.{name}_proj.weight")} for name in ("gate", "up", "down")},
-    }
-    for name, shape in (("query", heads), ("key", kv_heads), ("value", kv_heads)):
-        blocks[name] = {"kernel": stack(f"self_attn.{name[0]}_proj.weight", d_model, *shape)}
-        if sizes.qkv_bias:
-            blocks[name]["bias"] = stack(f"self_attn.{name[0]}_proj.bias", *shape)
-    if sizes.qk_norm:
-        blocks |= {f"{name}_norm": {"scale": stack(f"self_attn.{name[0]}_norm.weight")} for name in ("query", "key")}
-    params = {"embedding": raw["model.embed_tokens.weight"], "final_norm": {"scale": raw["model.norm.weight"]}, "blocks": blocks}
-    return params if sizes.tied_embeddings else {**params, "head": {"kernel": raw["lm_head.weight"].T}}
-
-
-@pytest.fixture(scope="module", params=["llama_gqa_untied", "qwen2_bias_tied", "qwen3_qknorm_tied"])
-def hugging_face(request):
-    folder = GOLDEN / request.param
-    sizes = hugging_face_config(json.loads((folder / "config.json").read_text()))
-    params = hugging_face_params(safetensors.numpy.load_file(folder / "model.safetensors"), sizes)
-    return Model(sizes), params, dict(np.load(folder / "golden.npz"))
-
-
-def test_the_parameter_tree_fits_hugging_face(hugging_face):
-    model, params, _ = hugging_face
-    assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(lambda leaf: leaf.shape, model.shapes)
-
-
-def test_logits_and_logprobs_agree_with_hugging_face(hugging_face):
-    model, params, golden = hugging_face
+@functools.cache
+def scored(name: str):
+    """Of a golden model: logits, and logprobs at two temperatures."""
+    sizes, params, golden = golden_model(name)
     tokens, valid = golden["input_ids"], golden["attention_mask"].astype(bool)
+    model = Model(sizes)
 
     @jax.jit
-    def compute(params, temperature):
-        return forward(model, params, tokens), score(model, params, tokens, valid, temperature=temperature)
+    def compute(params):
+        logprobs = {at: score(model, params, tokens, valid, temperature=at).logprobs for at in (1.0, 0.7)}
+        return forward(model, params, tokens), logprobs
 
-    for temperature in (1.0, 0.7):
-        logits, scored = compute(params, temperature)
-        np.testing.assert_allclose(np.where(valid[..., None], logits, 0), golden["logits"], rtol=0, atol=1e-4)
-        np.testing.assert_allclose(scored.logprobs[:, 1:], golden[f"logprob_T{temperature}"], rtol=0, atol=1e-4)
-        assert not np.any(scored.logprobs[:, 0])
+    return jax.tree.map(np.asarray, compute(params))
 
 
-def test_greedy_decoding_agrees_with_hugging_face(hugging_face):
-    model, params, golden = hugging_face
-    tokens, counts = golden["input_ids"], golden["attention_mask"].astype(np.int32).sum(axis=1)
+@pytest.mark.parametrize("name", FOLDERS)
+def test_logits_and_logprobs_agree_with_hugging_face(name):
+    golden = golden_model(name)[2]
+    logits, logprobs = scored(name)
+    np.testing.assert_allclose(np.where(golden["attention_mask"][..., None], logits, 0), golden["logits"], rtol=0, atol=2e-5)
+    for temperature, found in logprobs.items():
+        np.testing.assert_allclose(found[:, 1:], golden[f"logprob_T{temperature}"], rtol=0, atol=2e-5)
+        assert not np.any(found[:, 0])
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_decoding_agrees_with_hugging_face_and_with_the_full_forward(name):
+    """Token by token from nothing, so that each window slides over the cache: the given tokens, then the likeliest ones."""
+    sizes, params, golden = golden_model(name)
+    model, tokens, counts = Model(sizes), golden["input_ids"], golden["attention_mask"].astype(np.int32).sum(axis=1)
     num_new = golden["greedy_ids"].shape[1]
+    given = np.pad(tokens, ((0, 0), (0, num_new)))
 
     @jax.jit
     def continue_greedily(params):
         prepared = decode.prepare(model, params)
-        # The last token of a context is fed by the first decode step.
-        cache = decode.prefill(model, prepared, jnp.pad(tokens, ((0, 0), (0, num_new))), counts=jnp.asarray(counts - 1))
 
-        def step(carry, _):
-            cache, last, positions = carry
-            logits, cache = decode.decode_step(model, prepared, cache, last, positions=positions)
+        def step(carry, column):
+            cache, chosen = carry
+            position, given_tokens = column
+            fed = jnp.where(position < counts, given_tokens, chosen)
+            logits, cache = decode.decode_step(model, prepared, cache, fed, positions=jnp.full_like(fed, position))
             chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            return (cache, chosen, positions + 1), chosen
+            return (cache, chosen), (logits, chosen)
 
-        first = (cache, jnp.asarray(tokens[np.arange(len(tokens)), counts - 1]), jnp.asarray(counts - 1))
-        return jax.lax.scan(step, first, length=num_new)[1].T
+        first = decode.init_cache(sizes, *given.shape), jnp.zeros_like(counts)
+        logits, chosen = jax.lax.scan(step, first, (jnp.arange(given.shape[1]), jnp.asarray(given.T)))[1]
+        return jnp.moveaxis(logits, 0, 1), chosen.T
 
+    logits, chosen = (np.asarray(array) for array in continue_greedily(params))
+    valid = golden["attention_mask"].astype(bool)
+    np.testing.assert_allclose(logits[:, :tokens.shape[1]][valid], scored(name)[0][valid], rtol=1e-5, atol=1e-5)
     assert golden["greedy_margin"].min() > 1e-3  # so that rounding decides nowhere
-    np.testing.assert_array_equal(continue_greedily(params), golden["greedy_ids"])
+    for row, count in enumerate(counts):
+        np.testing.assert_array_equal(chosen[row, count - 1:count - 1 + num_new], golden["greedy_ids"][row])
 
 
 # --- attention ---
 
 
-def reference_attention(queries, keys, values, query_positions):
+def reference_attention(queries, keys, values, query_positions, window=None):
     """One query, one head at a time, in float64."""
     queries, keys, values = (np.asarray(array, np.float64) for array in (queries, keys, values))
     attended = np.zeros(queries.shape)
     group = queries.shape[2] // keys.shape[2]
     for row, position, head in np.ndindex(queries.shape[:3]):
         stop = query_positions[row, position] + 1
-        logits = keys[row, :stop, head // group] @ queries[row, position, head] / np.sqrt(queries.shape[-1])
+        seen = slice(0 if window is None else max(0, stop - window), stop)
+        logits = keys[row, seen, head // group] @ queries[row, position, head] / np.sqrt(queries.shape[-1])
         weights = np.exp(logits - logits.max())
-        attended[row, position, head] = weights @ values[row, :stop, head // group] / weights.sum()
+        attended[row, position, head] = weights @ values[row, seen, head // group] / weights.sum()
     return attended
 
 
@@ -153,6 +125,40 @@ def test_attention_sees_keys_up_to_its_position(num_kv_heads):
     positions = np.asarray([[0, 1, 2], [2, 3, 4]], np.int32)
     attended = jax.jit(attention)(queries, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2), query_positions=positions)
     np.testing.assert_allclose(attended, reference_attention(queries, keys, values, positions), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 9])
+def test_a_window_hides_all_but_the_last_keys(window):
+    queries, keys, values = np.random.default_rng(0).normal(size=(3, 2, 5, 2, 6)).astype(np.float32)
+    positions = np.broadcast_to(np.arange(5, dtype=np.int32), (2, 5))
+    attended = jax.jit(attention)(queries, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2), query_positions=positions,
+                                  window=window)
+    np.testing.assert_allclose(attended, reference_attention(queries, keys, values, positions, window), rtol=0, atol=1e-6)
+
+
+def test_a_layers_window_bounds_how_far_back_its_output_reads():
+    """Through two layers of window 3 a token reaches 4 positions ahead; a full layer among them has no such bound."""
+    embedding = np.random.default_rng(1).normal(size=PARAMS["embedding"].shape).astype(np.float32)
+    for sliding_layers, reach in (((0, 1), 4), ((1,), 7)):
+        model = Model(config(num_layers=2, sliding_window=3, sliding_layers=sliding_layers))
+        params = {**random_params(model), "embedding": embedding}
+        tokens = np.arange(8, dtype=np.int32)[None]
+        changed = jit_forward(model, params, tokens.copy()) != jit_forward(model, params, np.where(tokens == 0, 9, tokens))
+        np.testing.assert_array_equal(np.any(np.asarray(changed)[0], axis=-1), np.arange(8) <= reach)
+
+
+def test_scaled_frequencies_are_kept_mixed_or_divided():
+    """Angles at position 1 by hand: many turns within the original length stay, few are divided, between lies a mix."""
+    theta, half, length = 100.0, 4, 256
+    frequencies = theta ** (-np.arange(half) / half)
+    turns = frequencies * length / (2 * np.pi)
+    low, high = turns[2] - 1, turns[1] - 1
+    mixed = (turns[2] - low) / (high - low)
+    expected = frequencies * [1, 1, mixed + (1 - mixed) / 8, 1 / 8]
+    scaling = RopeScaling(8.0, low, high, length)
+    x = np.concatenate([np.ones(half), np.zeros(half)]).astype(np.float32)[None, None, None]
+    turned = np.asarray(rotate(x, np.ones((1, 1), np.int32), theta, scaling))[0, 0, 0]
+    np.testing.assert_allclose(np.arctan2(turned[half:], turned[:half]), expected, rtol=1e-5)
 
 
 def test_rotated_products_depend_on_distance_alone():
@@ -296,7 +302,17 @@ def test_shapes_and_axes_describe_the_parameters():
     ({"num_kv_heads": 3}, "4 query heads do not divide over 3 kv heads"),
     ({"head_dim": 5}, "head_dim is 5, wanted an even number"),
     ({"num_layers": 0}, "num_layers is 0, wanted at least 1"),
+    ({"sliding_window": 4}, "sliding_window is 4 and sliding_layers are \\(\\); wanted both or neither"),
+    ({"sliding_layers": (0,)}, "sliding_window is None and sliding_layers are \\(0,\\); wanted both or neither"),
+    ({"sliding_layers": (0,), "sliding_window": 0}, "sliding_window is 0, wanted at least 1"),
+    ({"sliding_layers": (1,), "sliding_window": 4}, "sliding_layers are \\(1,\\), wanted layers from 0 to 0"),
 ])
 def test_sizes_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         config(**changes)
+
+
+@pytest.mark.parametrize("numbers", [(0.0, 1.0, 4.0, 32), (8.0, 4.0, 4.0, 32), (8.0, 0.0, 4.0, 32), (8.0, 1.0, 4.0, 0)])
+def test_a_scaling_without_meaning_is_refused(numbers):
+    with pytest.raises(ValueError, match="has no meaning, wanted positive numbers"):
+        RopeScaling(*numbers)

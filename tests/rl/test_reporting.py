@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from models.tokenizer import ByteTokenizer
+from models.tokenizer import ByteTokenizer, SubwordTokenizer
 from rl.reporting import (
     Passage,
     Piece,
@@ -22,7 +22,9 @@ from rl.reporting import (
     visible,
 )
 from rl.types import NO_POLICY
+from tests.chat import IM_END, train_tokenizer
 
+BYTES = ByteTokenizer()
 POINTS = st.lists(st.none() | st.floats(-10, 10), min_size=1, max_size=300)
 
 
@@ -142,7 +144,7 @@ def test_the_best_and_the_worst_are_shown_and_of_those_the_most_interrupted():
 def test_a_transcript_tells_authors_apart():
     tokens = [ByteTokenizer.bos, *b"go>", *b"LL", *b"ok>", *b"RRU"]
     versions = [-1] * 4 + [0, 3] + [-1] * 3 + [3, 3, 4]
-    shown = transcript(arrays_of(([1], [-1], 0.0), (tokens, versions, -1.5)), 1, 100)
+    shown = transcript(arrays_of(([1], [-1], 0.0), (tokens, versions, -1.5)), 1, 100, BYTES)
     assert (shown.request_id, shown.reward, shown.versions, shown.num_sampled, shown.num_omitted) == (101, -1.5, (0, 3, 4), 5, 0)
     assert shown.parts == ((
         (
@@ -159,13 +161,13 @@ def test_a_transcript_tells_authors_apart():
 
 
 def test_a_transcript_without_reward_says_none():
-    assert transcript(arrays_of(([65], [-1], np.nan)), 0, 10).reward is None
+    assert transcript(arrays_of(([65], [-1], np.nan)), 0, 10, BYTES).reward is None
 
 
 @pytest.mark.parametrize(("length", "head", "tail"), [(8, 8, 0), (9, 6, 2), (1000, 6, 2)])
 def test_a_long_transcript_loses_its_middle(length, head, tail):
     tokens = [65 + index % 26 for index in range(length)]
-    shown = transcript(arrays_of((tokens, [1] * length, 0.0)), 0, 8)
+    shown = transcript(arrays_of((tokens, [1] * length, 0.0)), 0, 8, BYTES)
     texts = ["".join(piece.text for turn in part for passage in turn for piece in passage.pieces) for part in shown.parts]
     text = "".join(map(chr, tokens))
     assert texts == [text[:head], text[len(text) - tail :]][: 1 + bool(tail)]
@@ -174,15 +176,23 @@ def test_a_long_transcript_loses_its_middle(length, head, tail):
 
 def test_nothing_in_a_text_is_invisible():
     tokens = [*"a\x00\x1b\u202e\u00a0é漢\t\n".encode(), 0xFF, ByteTokenizer.eos, ByteTokenizer.pad, 999]
-    assert visible(tokens) == (
+    assert visible(tokens, BYTES) == (
         Piece("a", False), Piece("\\x00\\x1b\\u202e\\xa0", True), Piece("é漢", False),
         Piece("\\t\\n\n\\xff<eos><pad><999>", True),
     )  # fmt: skip
 
 
+def test_a_models_own_tokens_are_shown_by_their_names_and_bytes():
+    tokenizer = SubwordTokenizer(train_tokenizer())
+    tokens = [*tokenizer.encode("hello\n漢"), *tokenizer.encode("漢")[:1], IM_END, tokenizer.vocab_size]
+    assert visible(tokens, tokenizer) == (
+        Piece("hello", False), Piece("\\n\n", True), Piece("漢", False), Piece(f"\\xe6<|im_end|><{tokenizer.vocab_size}>", True),
+    )  # fmt: skip
+
+
 @hypothesis.given(st.binary())
 def test_every_byte_is_shown(data):
-    pieces = visible(data)
+    pieces = visible(data, BYTES)
     assert all(character.isprintable() or character == "\n" and piece.is_mark for piece in pieces for character in piece.text)
     printed = "".join(piece.text for piece in pieces if not piece.is_mark)
     assert printed == "".join(filter(str.isprintable, data.decode(errors="ignore")))

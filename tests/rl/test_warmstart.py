@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from models.config import ModelConfig
+from models.conversation import ByteConversation, read_conversation
 from models.sharding import ShardingError, parameter_shardings
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model
@@ -17,9 +18,11 @@ from rl.logprobs import score
 from rl.requests import SampledTokens
 from rl.rollout import Rollouts
 from rl.warmstart import WarmStartOptions, demonstrate, warm_start
+from tests import chat
 from tests.families import FAMILIES
 from tests.tiny import CONTRACT
 
+BYTES = ByteConversation(None)
 MODEL = Model(ModelConfig(vocab_size=264, num_layers=1, d_model=16, d_ff=24, num_heads=2, num_kv_heads=2, head_dim=8,
                           max_length=88))
 
@@ -42,7 +45,7 @@ def train(mesh=None, *, make_environment=arithmetic, seed=4, **options):
     """Weights and losses. As a rule every episode is in every update."""
     mesh, losses = mesh or mesh_of(), []
     options = WarmStartOptions(**{"episodes": 8, "updates": 20, "rows": 8, "microbatches": 2, "learning_rate": 2e-2, **options})
-    params = warm_start(MODEL, make_params(mesh), mesh, make_environment, options, seed=seed, lengths=(16, 88),
+    params = warm_start(MODEL, make_params(mesh), mesh, make_environment, BYTES, options, seed=seed, lengths=(16, 88),
                         progress=lambda update, loss: losses.append((update, loss)))
     return params, losses
 
@@ -99,7 +102,7 @@ class Remembering(base.Environment):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_demonstration_is_laid_out_like_a_rollout(family, seed):
     environment = Remembering(make(family, Split.TRAIN))
-    demonstration = demonstrate(environment, seed, np.random.default_rng(seed), max_length=200)
+    demonstration = demonstrate(environment, BYTES, seed, np.random.default_rng(seed), max_length=200)
     rollouts = Rollouts(Quoting(environment.said), functools.partial(make, family, Split.TRAIN), max_length=200)
     rollouts.start(0, [0], seed=seed)
     finished = [trajectory for _ in environment.said for trajectory in rollouts.step(1).finished]
@@ -112,10 +115,25 @@ def test_a_demonstration_is_laid_out_like_a_rollout(family, seed):
 @pytest.mark.parametrize("max_length", [1, 5, 8, 20])
 def test_a_demonstration_is_cut_at_the_length_it_may_have(max_length):
     environment = make(EnvironmentName.FROZEN_LAKE, Split.TRAIN)
-    whole = demonstrate(environment, 3, np.random.default_rng(5), max_length=200)
-    cut = demonstrate(environment, 3, np.random.default_rng(5), max_length=max_length)
+    whole = demonstrate(environment, BYTES, 3, np.random.default_rng(5), max_length=200)
+    cut = demonstrate(environment, BYTES, 3, np.random.default_rng(5), max_length=max_length)
     np.testing.assert_array_equal(cut.tokens, whole.tokens[:max_length])
     np.testing.assert_array_equal(cut.loss_mask, whole.loss_mask[:max_length])
+
+
+def test_in_a_chat_the_expert_closes_its_turns(tmp_path):
+    """What it says and the token that closes a turn are learnt; what the template writes around them is not."""
+    conversation = read_conversation(chat.write_folder(tmp_path, chat.CHATML), vocab_size=400, stop=None)
+    environment = Remembering(make(EnvironmentName.FROZEN_LAKE, Split.TRAIN))
+    demonstration = demonstrate(environment, conversation, 3, np.random.default_rng(5), max_length=2_000)
+    text = chat.train_tokenizer().decode(demonstration.tokens.tolist(), skip_special_tokens=False)
+    turns = text.split("<|im_start|>assistant\n")
+    assert len(turns) == 1 + len(environment.said) > 2
+    assert all(turn.startswith(f"{said}<|im_end|>") for said, turn in zip(environment.said, turns[1:], strict=True))
+    assert turns[-1] == f"{environment.said[-1]}<|im_end|>"
+    learnt = demonstration.tokens[demonstration.loss_mask]
+    assert np.sum(learnt == chat.IM_END) == len(environment.said)
+    assert conversation.tokenizer.decode(learnt) == "".join(f"{said}\ufffd" for said in environment.said)
 
 
 # --- training ---
@@ -131,7 +149,7 @@ def first_loss(seed):
     rng = np.random.default_rng((seed, 1))
     total, count = 0.0, 0
     for _ in range(8):
-        demonstration = demonstrate(arithmetic(), int(rng.integers(2**31)), rng, max_length=88)
+        demonstration = demonstrate(arithmetic(), BYTES, int(rng.integers(2**31)), rng, max_length=88)
         length = len(demonstration.tokens)
         tokens = np.pad(demonstration.tokens, (0, 16 - length))[None]
         logprobs = np.asarray(score_once(make_params(), tokens, np.arange(16)[None] < length))[0, :length]
@@ -176,7 +194,7 @@ def test_a_sharded_run_with_another_seed_compiles_once_and_computes_the_same_los
 
 def test_no_updates_leave_the_weights_alone():
     params = make_params()
-    assert warm_start(MODEL, params, mesh_of(), lambda: None, WarmStartOptions(updates=0), seed=0, lengths=(16,)) is params
+    assert warm_start(MODEL, params, mesh_of(), lambda: None, BYTES, WarmStartOptions(updates=0), seed=0, lengths=(16,)) is params
 
 
 # --- refusals ---

@@ -19,7 +19,7 @@ from rl.old_logprobs import SourceName
 
 
 def test_names_and_help(capsys):
-    assert bench.names() == ["dedicated", "losses", "old_logprobs", "ring", "threads"]
+    assert bench.names() == ["dedicated", "losses", "old_logprobs", "ring", "sampler", "threads"]
     assert bench.main([]) == 0
     printed = capsys.readouterr().out
     assert "usage" in printed and "threads" in printed
@@ -53,6 +53,17 @@ def test_threads_writes_its_figures(tmp_path, capsys):
     assert list(found) == ["share_of_ideal/0.02/0.02", "share_of_ideal/0.01/0.02", "share_of_ideal/0.02/0.01"]
     assert all(isinstance(value, float) and value > 0 for value in found.values())
     assert "share of ideal" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_sampler_is_timed_beside_the_machine(tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    options = ["--shape", "small_3m", "--slots", "2", "--conversations", "0", "--calls", "4"]
+    assert bench.main(["sampler", *options, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["fraction_of_limit"] == pytest.approx(found["static_tokens_per_second"] / found["limit_tokens_per_second"])
+    assert found["static_tokens_per_second"] > 0 and -0.9 < found["logprobs_overhead"] < 10
+    assert "the machine's limit" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from models import decode
 from models.config import ModelConfig
+from models.parameters import by_path
 from models.sharding import MESH_AXES, ShardingError
 from models.transformer import Model
 from rl.engine import PolicyEngine
@@ -13,7 +15,7 @@ from rl.sampling_programs import SamplingPrograms
 
 MODEL = Model(ModelConfig(vocab_size=60, vocab_multiple=8, num_layers=2, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2,
                           head_dim=4, max_length=32))
-OPTIONS = {"slots": 8, "max_steps": 4, "temperature": 0.7, "top_p": 1.0}
+OPTIONS = {"slots": 8, "max_steps": 4, "temperature": 0.7, "top_k": 0, "top_p": 1.0}
 
 
 def mesh_of(*sizes: int) -> Mesh:
@@ -64,9 +66,14 @@ def test_weights_and_caches_are_known_beforehand(engine, policy):
 def test_a_layer_is_divided_as_the_stack_was(engine):
     programs = engine._programs
     stack = jax.tree.map(lambda shape, sharding: sharding.shard_shape(shape.shape), MODEL.shapes, programs.parameter_shardings)
+    trees = (MODEL.axes, decode.decoding(MODEL).axes, stack)
+    axes, axes_of_layers, stack = (by_path(tree["blocks"], lambda node: isinstance(node, tuple)) for tree in trees)
     for layer in programs.weights["blocks"]:
-        divided = jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), layer)
-        assert divided == jax.tree.map(lambda shape: shape[1:], stack["blocks"], is_leaf=lambda node: isinstance(node, tuple))
+        for path, leaf in by_path(layer).items():
+            wanted = dict(zip(axes[path], stack[path], strict=True))
+            del wanted["layers"]
+            # The axes may lie in another order, but each is divided as it was.
+            assert dict(zip(axes_of_layers[path][1:], leaf.sharding.shard_shape(leaf.shape), strict=True)) == wanted
 
 
 def test_what_does_not_divide_is_refused():

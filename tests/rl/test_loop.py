@@ -14,6 +14,7 @@ from models.config import Precision
 from models.tokenizer import ByteTokenizer
 from rl.advantages import AdvantageEstimator, group_advantages
 from rl.auditing import check_ledger
+from rl.drawing import STRETCH
 from rl.environments import Split
 from rl.learner import StepOptions
 from rl.logprobs import score
@@ -156,8 +157,12 @@ def synchronous_reference(config, *, num_steps: int):
     @jax.jit
     def draw(params, padded, length, request_id):
         log_probabilities = jax.nn.log_softmax(model.logits(params, model.hidden(params, padded))[0, length - 1])
-        noise = jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, request_id), length), log_probabilities.shape)
-        token = jnp.argmax(log_probabilities + noise)
+        first, second = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, request_id), length), (2,))
+        mass = jnp.exp(log_probabilities)
+        is_early = jnp.arange(len(mass)) < STRETCH  # there are two stretches
+        early = jnp.sum(jnp.where(is_early, mass, 0))
+        inside = jnp.where(is_early == (first * jnp.sum(mass) < early), mass, 0)
+        token = jnp.searchsorted(jnp.cumsum(inside), second * jnp.sum(inside), side="right")
         return token, log_probabilities[token]
 
     def play(params, request_id, group_id):

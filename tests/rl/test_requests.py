@@ -407,7 +407,7 @@ def ragged():
             for group, prompt in enumerate(prompts) for member in range(1 + group % 3)]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 8, 13, 23, 24, 32])
+@pytest.mark.parametrize("chunk", [1, 8, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (2, 3, 13, 23, 24, 32))])
 def test_chunks_of_any_size_change_no_token(engine, unchunked, chunk):
     record = Record(sampler_of(engine, prefill_chunk=chunk), ragged()).finish(3, turns=2)
     assert_same(record, unchunked)
@@ -674,7 +674,7 @@ def interleaved(engine, requests, *, seed, **options):
     return record
 
 
-@pytest.mark.parametrize("slots", [1, 3, 8])
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_greedy_tokens_are_those_of_naive_generation(engine_of, slots):
     requests = [request(i, prompt, greedy=True, max_turn_tokens=1 + i % 11) for i, prompt in enumerate(prompts_of(1))]
     expected = naive(params_of(0), requests)

@@ -51,14 +51,14 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel[...].astype(x.dtype)
-        y = contract(kernel, x, self.num_in) if self.outputs_first else jnp.tensordot(x, kernel, axes=self.num_in)
+        y = outputs_first_product(kernel, x, self.num_in) if self.outputs_first else jnp.tensordot(x, kernel, axes=self.num_in)
         if self.bias is None:
             return y
         bias = self.bias[...].astype(x.dtype)
         return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
 
 
-def contract(kernel: jax.Array, x: jax.Array, num_in: int, **options) -> jax.Array:
+def outputs_first_product(kernel: jax.Array, x: jax.Array, num_in: int, **options) -> jax.Array:
     """x [*rows, *inputs] times a kernel [*outputs, *inputs] of `num_in` inputs, to [*rows, *outputs].
 
     Few rows leave matrix units of a CPU idle, unless they are the columns: the product is taken from the other side, twice as
@@ -149,7 +149,7 @@ class Transformer(nnx.Module):
         x = self.final_norm(hidden)
         kernel = (self.embedding if self.head is None else self.head.kernel)[...].astype(x.dtype)
         if self.outputs_first:
-            logits = contract(kernel, x, 1, preferred_element_type=jnp.float32)
+            logits = outputs_first_product(kernel, x, 1, preferred_element_type=jnp.float32)
         else:
             logits = jnp.matmul(x, kernel.T if self.head is None else kernel, preferred_element_type=jnp.float32)
         if self.config.padded_vocab_size == self.config.vocab_size:

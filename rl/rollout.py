@@ -157,9 +157,9 @@ class Rollouts:
         return [self._cancel(self._episodes[request_id]) for request_id in request_ids]
 
     def outdated(self, oldest: int) -> list[int]:
-        """Request ids of the episodes that hold a token of an older version than this."""
+        """Request ids of the episodes that hold a token of an older version than this; versions only grow, so the first tells."""
         return [episode.request_id for episode in self._episodes.values()
-                if any(NO_POLICY < version < oldest for version in episode.policy_versions)]
+                if episode.turn_starts and episode.policy_versions[episode.turn_starts[0]] < oldest]
 
     @property
     def num_running(self) -> int:
@@ -214,7 +214,8 @@ class Rollouts:
         if answer.done:
             return self._finish(episode, answer.success, FinishReason.LENGTH if answer.truncated else FinishReason.ENVIRONMENT)
         observation = self._tokenizer.encode(answer.observation)
-        if len(episode.tokens) + len(observation) >= self._max_length or episode.num_sampled == self._max_tokens:
+        is_spent = self._max_tokens is not None and episode.num_sampled == self._max_tokens
+        if is_spent or len(episode.tokens) + len(observation) >= self._max_length:
             return self._finish(episode, answer.success, FinishReason.LENGTH)
         episode.observe(observation)
         self._sampler.extend(episode.request_id, observation)

@@ -6,7 +6,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from models.transformer import contract
+from models.transformer import outputs_first_product
 
 MATRIX = (2048, 2048)
 """Large enough to be read from memory, in a chain as in a decoder."""
@@ -23,7 +23,7 @@ def matrix_peak(rows: int) -> float:
     layouts = {
         "inputs first": (lambda x, kernel: x @ kernel, [kernel.T.copy() for kernel in kernels]),
         "outputs first": (lambda x, kernel: x @ kernel.T, kernels),
-        "rows as columns": (lambda x, kernel: contract(kernel, x, 1), kernels),
+        "rows as columns": (lambda x, kernel: outputs_first_product(kernel, x, 1), kernels),
     }
     return max(2 * rows * outputs * inputs * PRODUCTS / _chain_seconds(multiply, kernels, rows)
                for multiply, kernels in layouts.values())

@@ -10,9 +10,11 @@ import jax
 from launch import run_directory
 from launch.config import Config, ConfigError
 from launch.mesh import by_process, check_threads, make_mesh, make_sampler_mesh, make_scorer_mesh, make_serving_mesh
-from models.config import ModelConfig
+from launch.pretrained import conversation_of
+from models.config import ModelConfig, Precision
+from models.conversation import Conversation
+from models.pretrained import import_params, locate
 from models.sharding import DECODE_RULES, RULES, check_rows, num_batch_shards, parameter_shardings
-from models.tokenizer import ByteTokenizer
 from models.transformer import Model, Params
 from rl import processes
 from rl.admission import Admission
@@ -20,6 +22,7 @@ from rl.batching import length_buckets
 from rl.budget import AnchorBytes, anchor_bytes, available_bytes, check_ring_fits, check_sampler_fits
 from rl.decomposition import Decomposition
 from rl.environments import Split
+from rl.evaluation import Evaluation, evaluate
 from rl.exactness import ExactnessProbe
 from rl.learner import Learner, check_batch_rows, published_shapes
 from rl.ledger import Ledger
@@ -189,13 +192,13 @@ class Foundation:
         from rl.engine import PolicyEngine  # imports TensorFlow: processes without a sampler never get here
 
         options = self.config.sampler
-        stop = self.config.make_environment(Split.TRAIN).stop
         engine = PolicyEngine(
             self.model,
             self.sampler_mesh,
             **self._sampling_options,
             seed=self.config.seed,
-            stop_tokens=() if stop is None else tuple(ByteTokenizer().encode(stop).tolist()),
+            stop_tokens=self.conversation.stop_tokens,
+            tokenizer=self.conversation.tokenizer,
         )
         return functools.partial(
             Sampler,
@@ -229,8 +232,36 @@ class Foundation:
             "top_p": options.top_p,
         }
 
+    @property
+    def conversation(self) -> Conversation:
+        """How policy and environment talk."""
+        stop = self.config.make_environment(Split.TRAIN).stop
+        return conversation_of(self.config.pretrained, self.config.model.vocab_size, stop)
+
+    def evaluate(self, sampler: Sampler, *, num_episodes: int, greedy: bool) -> Evaluation:
+        """The sampler's policy on the held-out instances."""
+        config = self.config
+        return evaluate(
+            sampler,
+            config.environment_factory(Split.HELD_OUT),
+            self.conversation,
+            num_episodes=num_episodes,
+            greedy=greedy,
+            max_length=config.model.max_length,
+            turn_tokens=config.pretrained.turn_tokens,
+            options=config.runner,
+        )
+
     def initial_params(self) -> Params:
-        """Random master weights, made in their shards."""
+        """Master weights in their shards: those of the pretrained model, or random ones.
+
+        Raises:
+          ValueError: the pretrained model is not as the config says.
+        """
+        path = self.config.pretrained.model_path
+        if path is not None:
+            shardings = self.parameter_shardings
+            return import_params(locate(path), self.config.model, precision=Precision.FLOAT32, shardings=shardings)
         init = jax.jit(lambda: self.model.init(jax.random.key(self.config.seed)), out_shardings=self.parameter_shardings)
         return init()
 
@@ -250,8 +281,10 @@ def build_loop(foundation: Foundation, run_dir: pathlib.Path, sampler: Sampler, 
     rollouts = Rollouts(
         sampler,
         config.environment_factory(Split.TRAIN),
+        foundation.conversation,
         max_length=config.model.max_length,
         options=config.runner,
+        turn_tokens=config.pretrained.turn_tokens,
         max_tokens=config.sampler.max_request_tokens,
         deadline=config.sampler.deadline,
     )

@@ -15,8 +15,8 @@ from typing import TypeVar
 import tyro
 
 import launch.configs
+from launch.pretrained import PretrainedOptions, check_context, with_shape
 from models.config import ModelConfig, Precision
-from models.tokenizer import ByteTokenizer
 from rl.budget import GIB, RingOptions
 from rl.environments import (
     ArithmeticOptions,
@@ -105,6 +105,7 @@ class Config:
     """One experiment. Groups wrapped in `OmitArgPrefixes` appear on the command line without their names."""
 
     model: ModelConfig
+    pretrained: tyro.conf.OmitArgPrefixes[PretrainedOptions] = PretrainedOptions()
     environment: EnvironmentName = EnvironmentName.FROZEN_LAKE
     frozen_lake: FrozenLakeOptions = FrozenLakeOptions()
     arithmetic: ArithmeticOptions = ArithmeticOptions()
@@ -233,16 +234,17 @@ def parse_options(
 ) -> Options:
     """Options on top of a config; a command with more of them than `Config` has says so by `options_of`.
 
-    `--objective NAME` replaces the config's whole objective; its options come on top. Exits with a message on unknown options.
+    `--objective NAME` replaces the config's whole objective; its options come on top. A pretrained model brings its shape. Exits
+    with a message on unknown options.
 
     Raises:
-      ConfigError: there is no such objective.
+      ConfigError, ValueError: there is no such objective, or no such model.
     """
     objective, arguments = _take_objective(arguments, program)
     if objective is not None:
         default = dataclasses.replace(default, objective=load_objective(objective))
     default = options_of(**default.__dict__)
-    return tyro.cli(
+    options = tyro.cli(
         type(default),
         default=default,
         args=arguments,
@@ -252,6 +254,7 @@ def parse_options(
         f"its own, which are shown below: those of NAME with {OBJECTIVE} NAME --help.",
         config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
     )
+    return dataclasses.replace(options, model=with_shape(options.model, options.pretrained))
 
 
 def check(config: Config) -> None:
@@ -270,16 +273,8 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"--temperature is {config.sampler.temperature}, wanted more than 0: greedy tokens have no ratio to train on"
         )
-    if config.model.vocab_size < ByteTokenizer.vocab_size:
-        raise ConfigError(
-            f"--model.vocab-size is {config.model.vocab_size}, wanted at least {ByteTokenizer.vocab_size}: the tokenizer's ids"
-        )
     environment = config.make_environment(Split.TRAIN)
-    if environment.max_episode_tokens > config.model.max_length:
-        raise ConfigError(
-            f"--model.max-length is {config.model.max_length}, but an episode of {config.environment.value} may take "
-            f"{environment.max_episode_tokens} tokens; raise it, or shorten the episode"
-        )
+    check_context(config.pretrained, config.model, environment)
     if config.warm_start.updates and not environment.has_expert:
         raise ConfigError(f"{config.environment.value} has no expert to warm-start from; set --warm-start.updates 0")
     if config.loop.group_size < 2:
@@ -296,6 +291,7 @@ def check(config: Config) -> None:
         "--prefill-chunk": (config.sampler.prefill_chunk, 1),
         "--max-request-tokens": (1 if config.sampler.max_request_tokens is None else config.sampler.max_request_tokens, 1),
         "--deadline": (1 if config.sampler.deadline is None else config.sampler.deadline, 1),
+        "--turn-tokens": (1 if config.pretrained.turn_tokens is None else config.pretrained.turn_tokens, 1),
         "--sampler-devices": (config.sampler.sampler_devices, 0),
         "--sampler-tensor": (config.sampler.sampler_tensor, 1),
         "--persist-every": (config.snapshots.persist_every, 1),

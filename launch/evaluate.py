@@ -15,8 +15,6 @@ from launch import run_directory
 from launch.build import Foundation
 from launch.config import Config, ConfigError
 from launch.display import Display
-from rl.environments import Split
-from rl.evaluation import evaluate
 from rl.snapshot_store import SnapshotStore
 
 
@@ -53,14 +51,7 @@ def main(arguments: list[str]) -> int:
         for label, greedy in (("greedy", True), ("sampled", False)):
             sampler = make_sampler()
             sampler.publish(version, params)
-            result = evaluate(
-                sampler,
-                config.environment_factory(Split.HELD_OUT),
-                num_episodes=episodes,
-                greedy=greedy,
-                max_length=config.model.max_length,
-                options=config.runner,
-            )
+            result = foundation.evaluate(sampler, num_episodes=episodes, greedy=greedy)
             figures |= {f"{label}_success": result.success, f"{label}_reward": result.reward, f"{label}_tokens": result.tokens}
             rows.append((label, f"{result.success:.1%}", f"{result.reward:.3f}", f"{result.tokens:.1f}"))
         display.table("held-out", rows)

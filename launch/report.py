@@ -20,7 +20,9 @@ from launch.config import ConfigError
 from launch.report_figures import Plot, number, percent, seconds, size, timeline
 from launch.report_page import Node, navigation, node, page, section, table
 from launch.summary import Table, tables
-from models.tokenizer import ByteTokenizer
+from models.pretrained import locate
+from models.text_files import read_text_files
+from models.tokenizer import ByteTokenizer, Tokenizer
 from rl.ledger import read_step, step_file
 from rl.reporting import (
     Passage,
@@ -124,7 +126,7 @@ def write_report(run_dir: pathlib.Path) -> pathlib.Path:
     sections = {
         **{name: node("div", *(plot.draw(rows) for plot in plots), class_="plots") for name, plots in PLOTS.items()},
         "Timeline": _timelines(run_directory.read_rows(run_dir / "timeline.jsonl")),
-        "Transcripts": _transcripts(run_dir / "ledger", {row["step"]: row["version"] for row in rows}),
+        "Transcripts": _transcripts(run_dir / "ledger", {row["step"]: row["version"] for row in rows}, content["config"]),
     }
     text = page(
         f"{title} · Exactor run report",
@@ -191,21 +193,38 @@ def _timelines(spans: list[dict]) -> Node:
     )  # fmt: skip
 
 
-def _transcripts(ledger_dir: pathlib.Path, learner_versions: dict[int, int]) -> Node:
+def _tokenizer(config: dict) -> Tokenizer:
+    """That of a run, which may have another version's config.
+
+    Raises:
+      ValueError: its model is no longer where it was.
+    """
+    model_path = config.get("pretrained", {}).get("model_path")
+    if model_path is None:
+        return ByteTokenizer()
+    return read_text_files(locate(model_path), vocab_size=config["model"]["vocab_size"]).tokenizer
+
+
+def _transcripts(ledger_dir: pathlib.Path, learner_versions: dict[int, int], config: dict) -> Node:
     """Of the steps whose arrays are there.
 
     Args:
       ledger_dir: of the run.
       learner_versions: by learner step, the version that was trained.
+      config: of the run.
     """
     there = [step for step in learner_versions if (ledger_dir / step_file(step)).is_file()]
     if not there:
         return node("p", "This run's ledger holds no trajectories.")
+    try:
+        tokenizer = _tokenizer(config)
+    except ValueError as error:
+        return node("p", f"What was said cannot be shown without the model's tokenizer: {error}.")
     articles = []
     for step in choose_steps(there, NUM_TRANSCRIPT_STEPS):
         arrays = read_step(ledger_dir, step)
         for row in choose_trajectories(arrays):
-            shown = transcript(arrays, row, MAX_TRANSCRIPT_TOKENS, ByteTokenizer())
+            shown = transcript(arrays, row, MAX_TRANSCRIPT_TOKENS, tokenizer)
             articles.append(_transcript(step, learner_versions[step], shown))
     return node(
         "div",

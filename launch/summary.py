@@ -2,7 +2,7 @@
 
 from launch.display import Display
 from rl.loop import Loop
-from rl.reporting import asynchrony
+from rl.reporting import asynchrony, throughput
 
 Table = tuple[str, list[tuple[str, ...]]]
 """A title, and rows of equally many cells; a first row whose first cell is empty heads the columns."""
@@ -22,6 +22,7 @@ def summarise(rows: list[dict], loop: Loop, facts: dict) -> dict:
         "sampled_success_before": facts["before"]["sampled"],
         "sampled_success_after": facts["after"]["sampled"],
         **asynchrony(rows),
+        **throughput(rows),
         "old_logprobs": loop.source.name.value,
         "exactness_max_error": loop.probe.max_error if loop.probe.num_compared else None,
         "exactness_compared_tokens": loop.probe.num_compared,
@@ -44,6 +45,10 @@ def tables(summary: dict) -> list[Table]:
     def percent(name: str) -> str:
         return f"{summary[name]:.1%}"
 
+    def rate(stage: str) -> str:
+        figure = summary[f"{stage}_tokens_per_second"]
+        return "none" if figure is None else f"{figure:,.0f}"
+
     compared = "not compared: no exact old logprobs"
     if summary["exactness_max_error"] is not None:
         compared = f"{summary['exactness_max_error']:.1e} nats, {summary['exactness_compared_tokens']:,} tokens"
@@ -65,6 +70,14 @@ def tables(summary: dict) -> list[Table]:
                 ("replay on this platform", f"{summary['exactness']['replay']} ({summary['exactness']['platform']})"),
                 ("ring replay against live scores", compared),
                 ("seconds", f"{summary['seconds']:.0f}"),
+            ],
+        ),
+        (
+            "tokens a second",
+            [
+                ("sampled, environments and all", rate("sampling")),
+                ("replayed for their old logprobs", rate("replay")),
+                ("trained, prompts included", rate("training")),
             ],
         ),
     ]

@@ -22,16 +22,15 @@ from launch.build import Foundation, build_loop
 from launch.config import Config, ConfigError, Invocation, check, parse, parse_options
 from launch.display import Display
 from launch.memory import anchor_table, check_disk
+from launch.pretrained import check_weights
 from launch.report import write_report
 from launch.stopping import StopRequest
 from launch.summary import show, summarise
 from launch.tensorboard import TensorBoard
-from models.conversation import ByteConversation
 from models.transformer import Params
 from rl import processes
 from rl.checkpoint import RunCheckpoints
 from rl.environments import Split
-from rl.evaluation import evaluate
 from rl.loop import Loop, Schedule
 from rl.scorer import Scorer
 from rl.threads import Interleaving, Operation, Repeat, Threads, read_interleaving
@@ -52,7 +51,8 @@ def main(arguments: list[str]) -> int:
         check(config)
         foundation = Foundation.of(config)
         foundation.check()
-        if not invocation.resume:  # which has written some of it already
+        if not invocation.resume:  # which has its weights, and has written some of what it will
+            check_weights(config.pretrained, config.model)
             check_disk(foundation)
         order = read_interleaving(_own_order(invocation.repeat)) if invocation.repeat else None
         changes = run_directory.reopen(config.run_dir, config) if invocation.resume else None
@@ -106,15 +106,14 @@ def _own_order(run_dir: pathlib.Path) -> pathlib.Path:
 
 
 def warm_started(foundation: Foundation) -> Params:
-    """Random weights, and what the config's warm start makes of them."""
+    """Random or pretrained weights, and what the config's warm start makes of them."""
     config = foundation.config
-    make_environment = config.environment_factory(Split.TRAIN)
     return warm_start(
         foundation.model,
         foundation.initial_params(),
         foundation.mesh,
-        make_environment,
-        ByteConversation(make_environment().stop),
+        config.environment_factory(Split.TRAIN),
+        foundation.conversation,
         config.warm_start,
         seed=config.seed,
         lengths=foundation.lengths,
@@ -182,7 +181,10 @@ class Run:
         return self._conclude()
 
     def _begin(self) -> Params:
-        self._display.phase(f"warm start: imitating the scripted expert, {self._config.warm_start.updates} updates")
+        if self._config.pretrained.model_path is not None:
+            self._display.phase(f"reading {self._config.pretrained.model_path}")
+        if self._config.warm_start.updates:
+            self._display.phase(f"warm start: imitating the scripted expert, {self._config.warm_start.updates} updates")
         return self._start()
 
     def _make_schedule(self, loop: Loop) -> Loop | Threads | Repeat:
@@ -199,6 +201,8 @@ class Run:
         loop, steps, every = self._loop, self._config.steps, self._config.checkpoint_every
         if loop.source.caveat:
             self._display.phase(f"note: --old-logprobs {loop.source.name.value} is an approximation: {loop.source.caveat}")
+        for note in self._foundation.conversation.notes:
+            self._display.phase(f"note: {note}")
         self._display.phase("training")
         with TensorBoard(run_directory.own_part(self._run_dir), after_step=loop.step) as board:
             while loop.step < steps and not self._stop.requested:
@@ -242,14 +246,8 @@ class Run:
         for name, greedy in (("greedy", True), ("sampled", False)):
             sampler = self._make_sampler()
             sampler.publish(loop.version, loop.own_live())
-            success[name] = evaluate(
-                sampler,
-                config.environment_factory(Split.HELD_OUT),
-                num_episodes=config.evaluation_episodes,
-                greedy=greedy,
-                max_length=config.model.max_length,
-                options=config.runner,
-            ).success
+            evaluation = self._foundation.evaluate(sampler, num_episodes=config.evaluation_episodes, greedy=greedy)
+            success[name] = evaluation.success
         return success
 
     def _seconds(self) -> float:

@@ -18,6 +18,7 @@ from models.chat_template import TemplateError
 from models.text_files import TextFiles, read_text_files
 from models.tokenizer import ByteTokenizer, Tokenizer
 
+_END_OF_THOUGHT = "</think>"
 _MARKS = range(0xF0000, 0x110000)  # characters without a meaning, one of which a text lacks
 
 
@@ -35,7 +36,7 @@ class Conversation(abc.ABC):
     notes: tuple[str, ...]
 
     @abc.abstractmethod
-    def first(self, observation: str, system: str | None = None) -> np.ndarray:
+    def first(self, observation: str) -> np.ndarray:
         """The prompt, int32 [T]: everything before the policy's first token.
 
         Raises:
@@ -52,7 +53,7 @@ class Conversation(abc.ABC):
 
     @abc.abstractmethod
     def answer(self, turn: np.ndarray) -> str:
-        """What the environment reads of one turn of the policy, whose tokens are int32 [T]."""
+        """What the environment reads of one turn of the policy, whose tokens are int32 [T]: not its thoughts."""
 
     @abc.abstractmethod
     def turn(self, answer: str) -> np.ndarray:
@@ -64,16 +65,18 @@ class ByteConversation(Conversation):
 
     Args:
       stop: the text of the one token that ends a turn, or None where only the number of tokens ends it.
+      system: what stands before the first observation.
     """
 
     notes = ()
 
-    def __init__(self, stop: str | None):
+    def __init__(self, stop: str | None, system: str | None = None):
         self.tokenizer = ByteTokenizer()
         self.stop_tokens = () if stop is None else tuple(self.tokenizer.encode(stop).tolist())
+        self._opening = np.append(np.int32(self.tokenizer.bos), self.tokenizer.encode(system or ""))
 
-    def first(self, observation: str, system: str | None = None) -> np.ndarray:
-        return np.concatenate([np.asarray([self.tokenizer.bos], np.int32), self.tokenizer.encode((system or "") + observation)])
+    def first(self, observation: str) -> np.ndarray:
+        return np.concatenate([self._opening, self.tokenizer.encode(observation)])
 
     def reply(self, observation: str, *, last_token: int) -> np.ndarray:
         return self.tokenizer.encode(observation)
@@ -93,14 +96,15 @@ class ChatConversation(Conversation):
     Args:
       files: the model's tokenizer, template and ids that end a turn. The id by which the template closes a turn joins them.
       stop: what an environment waits for at the end of a turn; it reads it where the policy closed its turn, or None.
+      system: the system message; in front of the first message where the template has no such role.
 
     Raises:
       ValueError: the template cannot be used for a context that only grows, or nothing would end a turn.
     """
 
-    def __init__(self, files: TextFiles, stop: str | None):
+    def __init__(self, files: TextFiles, stop: str | None, system: str | None = None):
         self.tokenizer = files.tokenizer
-        self._template, self._stop = files.template, stop
+        self._template, self._stop, self._system = files.template, stop, system
         self._special_names = re.compile("|".join(map(re.escape, self.tokenizer.special_names.values())) or "(?!)")
         report = probe(files)
         self._has_system_role = report.has_system_role
@@ -108,8 +112,8 @@ class ChatConversation(Conversation):
         self.stop_tokens = report.stop_tokens
         self.notes = report.notes
 
-    def first(self, observation: str, system: str | None = None) -> np.ndarray:
-        contents = {"user": observation}
+    def first(self, observation: str) -> np.ndarray:
+        contents, system = {"user": observation}, self._system
         if system is not None:
             contents = {"system": system, **contents} if self._has_system_role else {"user": f"{system}\n\n{observation}"}
         mark = _unused_character("".join(contents.values()))
@@ -124,9 +128,10 @@ class ChatConversation(Conversation):
         return tokens[1 + np.flatnonzero(tokens == last_token)[0]:]
 
     def answer(self, turn: np.ndarray) -> str:
-        if not len(turn) or turn[-1] not in self.stop_tokens:
-            return self.tokenizer.decode(turn)
-        return self.tokenizer.decode(turn[:-1]) + (self._stop or "")
+        has_ended = len(turn) and turn[-1] in self.stop_tokens
+        said = self.tokenizer.decode(turn[:-1] if has_ended else turn)
+        _, thought, spoken = said.rpartition(_END_OF_THOUGHT)
+        return (spoken.lstrip("\n") if thought else said) + (self._stop or "" if has_ended else "")
 
     def turn(self, answer: str) -> np.ndarray:
         mark = _unused_character(answer)
@@ -141,25 +146,26 @@ class ChatConversation(Conversation):
         return np.concatenate([self.tokenizer.encode(piece) for piece in text.split(mark)])
 
 
-def read_conversation(path: pathlib.Path | None, *, vocab_size: int, stop: str | None) -> Conversation:
+def read_conversation(path: pathlib.Path | None, *, vocab_size: int, stop: str | None, system: str | None = None) -> Conversation:
     """The conversation of a model's folder or GGUF file; of bytes, where there is none.
 
     Args:
       path: of the folder or the file.
       vocab_size: of the model.
       stop: of the environment.
+      system: what the policy is told before anything else, or None.
 
     Raises:
       ValueError: the files are missing or broken, do not fit the model, or cannot be used.
     """
     if path is not None:
         try:
-            return ChatConversation(read_text_files(path, vocab_size=vocab_size), stop)
+            return ChatConversation(read_text_files(path, vocab_size=vocab_size), stop, system)
         except TemplateError as error:
             raise TemplateError(f"{path}: {error}") from error
     if vocab_size < ByteTokenizer.vocab_size:
         raise ValueError(f"the model's vocabulary has {vocab_size} ids, wanted at least {ByteTokenizer.vocab_size} for bytes")
-    return ByteConversation(stop)
+    return ByteConversation(stop, system)
 
 
 def _unused_character(text: str) -> str:

@@ -36,9 +36,9 @@ def fill(source: Source, config: ModelConfig, *, precision: Precision, shardings
     """The parameters that a source holds; see `models.weights.import_folder`.
 
     Raises:
-      WeightsError: a tensor that is missing, too many, or of another shape.
+      WeightsError: see `check_tensors`.
     """
-    tensors = _check_tensors(source, config)
+    tensors = check_tensors(source, config)
     shapes = Model(config).shapes
     if shardings is None:
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -49,8 +49,12 @@ def fill(source: Source, config: ModelConfig, *, precision: Precision, shardings
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-def _check_tensors(source: Source, config: ModelConfig) -> dict[str, dict[str, Place]]:
-    """The places of all tensors, by leaf and name."""
+def check_tensors(source: Source, config: ModelConfig) -> dict[str, dict[str, Place]]:
+    """The places of all tensors, by leaf and name. Reads none but those that should be equal.
+
+    Raises:
+      WeightsError: a tensor that is missing, too many, or of another shape.
+    """
     wanted, tensors = set(), {}
     for name, place in places(config):
         got = source.shapes.get(name)

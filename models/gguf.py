@@ -115,7 +115,9 @@ class GgufFile:
 
     def _field(self, name: str):
         field = self._reader.get_field(name)
-        return None if field is None else field.contents()
+        value = None if field is None else field.contents()
+        # Written with 32 bits: 1e-5 must not come back as 9.999999747e-06.
+        return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def import_gguf(file: GgufFile, config: ModelConfig, *, precision: Precision, shardings: Params | None = None) -> Params:

@@ -20,10 +20,12 @@ class Tokenizer(abc.ABC):
 
     Attributes:
       vocab_size: one more than the largest id.
+      bos: with which every context begins, or None where a template decides that.
       special_names: ids that stand for no text, such as the end of a turn, by name.
     """
 
     vocab_size: int
+    bos: int | None
     special_names: Mapping[int, str]
 
     @abc.abstractmethod
@@ -57,6 +59,8 @@ class ByteTokenizer(Tokenizer):
 
 class SubwordTokenizer(Tokenizer):
     """A model's own tokenizer. The names of special tokens in a text become their ids: a template's text is made of them."""
+
+    bos = None
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         # A tokenizer.json may ask for texts of one length, which would cut or pad a context without a word.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.sharding import replicated
-from models.tokenizer import ByteTokenizer
+from models.tokenizer import NO_TEXT, ByteTokenizer, Tokenizer
 from models.transformer import Model, Params
 from rl import sampling
 from rl.sampling import DecodeState, LoadedPolicy, Prefix, Sampled
@@ -55,10 +55,12 @@ class PolicyEngine(engine_api.Engine):
       top_k, top_p: see `drawing.sample`; for evaluation: training refuses a truncated distribution.
       seed: of the sampling noise.
       stop_tokens: ids that end a turn.
+      tokenizer: for JetStream, which serves texts.
     """
 
     def __init__(self, model: Model, mesh: jax.sharding.Mesh, *, slots: int, max_steps: int, temperature: float,
-                 top_k: int = 0, top_p: float = 1.0, seed: int, stop_tokens: tuple[int, ...] = ()):
+                 top_k: int = 0, top_p: float = 1.0, seed: int, stop_tokens: tuple[int, ...] = (),
+                 tokenizer: Tokenizer | None = None):
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, wanted more than 0; for greedy decoding make the request greedy")
         if not 0 < top_p <= 1:
@@ -71,6 +73,7 @@ class PolicyEngine(engine_api.Engine):
         self._slots, self.max_steps = slots, max_steps
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self._key = jax.device_put(jax.random.key(seed), replicated(mesh))
+        self._tokenizer = _JetStreamTokenizer(tokenizer or ByteTokenizer(), stop_tokens)
         is_stop = np.zeros(model.config.padded_vocab_size, bool)
         is_stop[list(stop_tokens)] = True
         self._is_stop = jax.device_put(is_stop, replicated(mesh))
@@ -128,10 +131,10 @@ class PolicyEngine(engine_api.Engine):
         return replicated(self._mesh)
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
-        return tokenizer_pb2.TokenizerParameters(path="bytes")
+        return tokenizer_pb2.TokenizerParameters()
 
     def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> tokenizer_api.Tokenizer:
-        return _JetStreamTokenizer()
+        return self._tokenizer
 
     @property
     def compute_dtype(self) -> str:
@@ -214,25 +217,34 @@ class PolicyEngine(engine_api.Engine):
 
 
 class _JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """`ByteTokenizer` as JetStream wants it."""
+    """A tokenizer as JetStream wants it. It pads with what it takes for the end; neither is ever read."""
 
-    def encode(self, s: str, **kwargs) -> tuple[jax.Array | np.ndarray, int]:
-        return token_utils.pad_tokens(ByteTokenizer().encode(s), self.bos_id, self.pad_id, **kwargs)
+    def __init__(self, tokenizer: Tokenizer, stop_tokens: tuple[int, ...]):
+        self._tokenizer, self._stop_tokens = tokenizer, stop_tokens
+
+    def encode(self, s: str, *, is_bos: bool = True, **kwargs) -> tuple[jax.Array | np.ndarray, int]:
+        has_bos = is_bos and self._tokenizer.bos is not None
+        return token_utils.pad_tokens(self._tokenizer.encode(s), self.bos_id, self.pad_id, is_bos=has_bos, **kwargs)
 
     def decode(self, token_ids: list[int], **kwargs) -> str:
         """JetStream asks token by token, and puts together the bytes of a character that it gets as "<0x..>"."""
-        if len(token_ids) == 1 and 0x80 <= token_ids[0] <= 0xFF:
-            return f"<0x{token_ids[0]:02X}>"
-        return ByteTokenizer().decode(np.asarray(token_ids, np.int32))
+        stored = self._tokenizer.to_bytes(token_ids)
+        if len(stored) == 1 and stored >= b"\x80" and stored != NO_TEXT:
+            return f"<0x{stored[0]:02X}>"
+        return self._tokenizer.decode(token_ids)
 
     @property
-    def pad_id(self) -> int:
-        return ByteTokenizer.pad
+    def stop_tokens(self) -> set[int]:
+        return set(self._stop_tokens)
 
     @property
     def eos_id(self) -> int:
-        return ByteTokenizer.eos
+        return min(self._stop_tokens, default=self._tokenizer.vocab_size - 1)
+
+    @property
+    def pad_id(self) -> int:
+        return self.eos_id
 
     @property
     def bos_id(self) -> int:
-        return ByteTokenizer.bos
+        return self.eos_id if self._tokenizer.bos is None else self._tokenizer.bos

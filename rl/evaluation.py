@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
+from models.conversation import Conversation
 from rl.environments import IN_PROCESS, Environment, RunnerOptions
 from rl.rollout import Rollouts
 from rl.sampler import Sampler
@@ -26,9 +27,11 @@ class Evaluation:
     trajectories: list[Trajectory]
 
 
-def evaluate(sampler: Sampler, make_environment: Callable[[], Environment], *, num_episodes: int, greedy: bool,
-             max_length: int, options: RunnerOptions = IN_PROCESS) -> Evaluation:
+def evaluate(sampler: Sampler, make_environment: Callable[[], Environment], conversation: Conversation, *, num_episodes: int,
+             greedy: bool, max_length: int, turn_tokens: int | None = None, options: RunnerOptions = IN_PROCESS) -> Evaluation:
     """Plays the held-out instances of seeds 0 to num_episodes - 1, once each, with the sampler's present policy.
+
+    What is not named here is as in `Rollouts`.
 
     Raises:
       ValueError: no episodes, or a sampler that is paused or has other requests.
@@ -40,7 +43,8 @@ def evaluate(sampler: Sampler, make_environment: Callable[[], Environment], *, n
                          f"{', paused' if sampler.is_paused else ''}; wanted an idle one, not paused: "
                          "give the evaluation a sampler of its own")
     trajectories = []
-    with contextlib.closing(Rollouts(sampler, make_environment, max_length=max_length, options=options)) as rollouts:
+    rollouts = Rollouts(sampler, make_environment, conversation, max_length=max_length, options=options, turn_tokens=turn_tokens)
+    with contextlib.closing(rollouts):
         for seed in range(num_episodes):
             rollouts.start(seed, [REQUEST_OFFSET + seed], seed=seed, greedy=greedy)
         while rollouts.num_running:

@@ -6,7 +6,7 @@ it is deterministic, and keeps what one looks for: extremes, gaps, and the token
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -43,6 +43,25 @@ def asynchrony(rows: Sequence[dict]) -> dict:
         "trajectories_trained": sum(row["trajectories"] for row in rows),
         "skipped_publishes": rows[-1]["skipped_publishes"],
         "dropped_stale": rows[-1]["dropped_stale"],
+    }
+
+
+def throughput(rows: Sequence[dict]) -> dict[str, float | None]:
+    """Tokens a second that each stage got through while it was at work; None of a stage that there was not.
+
+    Args:
+      rows: one or more. The first is left out if there are others: it waits for compilation.
+    """
+    rows = rows[1:] or rows
+
+    def rate(tokens: Callable[[dict], float], stage: str) -> float | None:
+        seconds = sum(row[f"seconds_{stage}"] for row in rows)
+        return sum(map(tokens, rows)) / seconds if seconds else None
+
+    return {
+        "sampling_tokens_per_second": rate(lambda row: row["tokens_generated"], "rollout"),
+        "replay_tokens_per_second": rate(lambda row: row["scored_tokens"], "replay"),
+        "training_tokens_per_second": rate(lambda row: row["trajectories"] * row["trajectory_tokens_mean"], "train"),
     }
 
 

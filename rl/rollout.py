@@ -1,8 +1,8 @@
 """Rollouts: environments on one side, the sampler on the other, trajectories out.
 
 Token-in, token-out: what the policy sampled is kept as ids and decoded only to let the environment read it; what the environment
-writes is encoded once and appended. Nothing is ever tokenised again. A publish in the middle of an episode leaves no trace but
-the versions of its tokens.
+writes is encoded once, as a `models.conversation` does it, and appended. Nothing is ever tokenised again. A publish in the middle
+of an episode leaves no trace but the versions of its tokens.
 
 An environment that fails (`rl.environments.runner`) costs its trajectory: it ends as it stands, FAILED and without a reward. One
 that is too late or too old ends likewise, CANCELLED.
@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from models.tokenizer import ByteTokenizer
+from models.chat_template import TemplateError
+from models.conversation import Conversation
 from rl.environments import IN_PROCESS, Environment, Failure, Fault, RunnerOptions, Step, make_runner
 from rl.requests import Request, SampledTokens
 from rl.sampler import Sampler
@@ -98,20 +99,23 @@ class Rollouts:
     Args:
       sampler: what samples.
       make_environment: one environment an episode; for workers it must pickle.
+      conversation: turns what they say into tokens, and the policy's tokens into what they read.
       max_length: tokens that a context may hold; an episode that would outgrow it ends there, truncated. A single observation
-        of more characters is a fault of its environment.
+        of more characters, and of more than the environment said it would write, is its fault.
       options: where environments run.
+      turn_tokens: that the policy may sample in one turn; None: as many as the environment has bytes for it.
       max_tokens: that an episode may sample; one that has goes as far as its environment's answer, and ends there, truncated.
       deadline: decode steps after which an episode is cancelled.
     """
 
-    def __init__(self, sampler: Sampler, make_environment: Callable[[], Environment], *, max_length: int,
-                 options: RunnerOptions = IN_PROCESS, max_tokens: int | None = None, deadline: int | None = None):
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler, make_environment: Callable[[], Environment], conversation: Conversation, *,
+                 max_length: int, options: RunnerOptions = IN_PROCESS, turn_tokens: int | None = None,
+                 max_tokens: int | None = None, deadline: int | None = None):
+        self._sampler, self._conversation = sampler, conversation
         self._max_length, self._max_tokens, self._deadline = max_length, max_tokens, deadline
-        self._max_turn_tokens = make_environment().max_turn_tokens
-        self._runner = make_runner(make_environment, options, max_characters=max_length)
-        self._tokenizer = ByteTokenizer()
+        environment = make_environment()
+        self._max_turn_tokens = turn_tokens or environment.max_turn_tokens
+        self._runner = make_runner(make_environment, options, max_characters=max(max_length, environment.max_observation_tokens))
         self._episodes: dict[int, _Episode] = {}
         self._failures: list[Failure] = []  # of the step under way
         self._failed_in_a_row = 0
@@ -127,9 +131,7 @@ class Rollouts:
             raise RuntimeError(f"the environments of {self._failed_in_a_row} episodes in a row have failed, the last one thus: "
                                f"{self._last_failure}; repair the environment")
         for request_id in request_ids:
-            episode = _Episode(request_id, group_id, greedy, seed)
-            episode.observe(np.asarray([self._tokenizer.bos], np.int32))
-            self._episodes[request_id] = episode
+            self._episodes[request_id] = _Episode(request_id, group_id, greedy, seed)
 
     def step(self, num_steps: int) -> RolloutStep:
         """Lets the sampler take up to `num_steps` decode steps, then the environments answer."""
@@ -180,26 +182,31 @@ class Rollouts:
         starts = [([episode.request_id for episode in group], seed) for (_, seed), group in groups.items()]
         failed = []
         for group, observation in zip(groups.values(), self._runner.start(starts), strict=True):
-            prompt = observation
-            if not isinstance(observation, Failure):
-                prompt = self._tokenizer.encode(observation)
-                if 1 + len(prompt) >= self._max_length:
-                    prompt = Failure(Fault.OVERSIZED, f"a first observation of {len(prompt)} tokens, wanted less than "
-                                                      f"{self._max_length - 1}")
+            prompt = observation if isinstance(observation, Failure) else self._prompt(observation)
             for episode in group:
                 if isinstance(prompt, Failure):
                     failed.append(self._fail(episode, prompt))
                     continue
                 episode.observe(prompt)
                 episode.seed = None
-                tokens = np.asarray(episode.tokens, np.int32)
-                self._sampler.submit(Request(episode.request_id, episode.group_id, tokens, self._max_turn_tokens, episode.greedy,
+                self._sampler.submit(Request(episode.request_id, episode.group_id, prompt, self._max_turn_tokens, episode.greedy,
                                              self._max_tokens, self._deadline))
         return failed
 
+    def _prompt(self, observation: str) -> np.ndarray | Failure:
+        """The tokens of a first observation, if a policy can answer them."""
+        try:
+            prompt = self._conversation.first(observation)
+        except TemplateError as error:
+            return Failure(Fault.INVALID, f"a first observation that the chat template refuses: {error}")
+        if len(prompt) >= self._max_length:
+            return Failure(Fault.OVERSIZED, f"a first prompt of {len(prompt)} tokens, wanted less than {self._max_length}")
+        return prompt
+
     def _answer(self, episodes: list[_Episode]) -> list[Trajectory]:
         """The environments' answers to finished turns; returns the trajectories that end with them."""
-        turns = [(episode.request_id, self._tokenizer.decode(episode.tokens[-episode.turn_tokens:])) for episode in episodes]
+        turns = [(episode.request_id, self._conversation.answer(np.asarray(episode.tokens[-episode.turn_tokens:], np.int32)))
+                 for episode in episodes]
         finished = [self._hear(episode, answer) for episode, answer in zip(episodes, self._runner.step(turns), strict=True)]
         return [trajectory for trajectory in finished if trajectory is not None]
 
@@ -213,7 +220,10 @@ class Rollouts:
             return self._fail(episode, Failure(Fault.INVALID, f"rewards that sum to {episode.reward}"))
         if answer.done:
             return self._finish(episode, answer.success, FinishReason.LENGTH if answer.truncated else FinishReason.ENVIRONMENT)
-        observation = self._tokenizer.encode(answer.observation)
+        try:
+            observation = self._conversation.reply(answer.observation, last_token=episode.tokens[-1])
+        except TemplateError as error:
+            return self._fail(episode, Failure(Fault.INVALID, f"an observation that the chat template refuses: {error}"))
         is_spent = self._max_tokens is not None and episode.num_sampled == self._max_tokens
         if is_spent or len(episode.tokens) + len(observation) >= self._max_length:
             return self._finish(episode, answer.success, FinishReason.LENGTH)

@@ -12,8 +12,6 @@ import pytest
 from launch.build import Foundation, build_loop
 from launch.config import check, load_config, load_objective
 from launch.train import warm_started
-from rl.environments import Split
-from rl.evaluation import evaluate
 from rl.presets import PRESETS
 
 pytestmark = pytest.mark.slow
@@ -41,10 +39,9 @@ def shared():
 
 def sampled_success(loop) -> float:
     """Of held-out games at the training temperature."""
-    sampler, config = shared()[1](), base_config()
+    sampler = shared()[1]()
     sampler.publish(loop.version, loop.live)
-    make_environment = config.environment_factory(Split.HELD_OUT)
-    return evaluate(sampler, make_environment, num_episodes=EPISODES, greedy=False, max_length=config.model.max_length).success
+    return Foundation.of(base_config()).evaluate(sampler, num_episodes=EPISODES, greedy=False).success
 
 
 @functools.cache

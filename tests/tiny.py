@@ -11,6 +11,7 @@ from launch.benches._small import small_config
 from launch.build import Foundation, build_loop
 from launch.config import Config, MeshOptions, SnapshotOptions
 from models.config import Precision
+from models.conversation import ByteConversation
 from rl.learner import StepOptions
 from rl.loop import Loop
 from rl.snapshot_store import SnapshotStore
@@ -18,6 +19,9 @@ from rl.types import SamplingContract
 
 CONTRACT = SamplingContract(temperature=1.0, compute_dtype="float32", swap="reprefill")
 """How tokens of no particular origin were sampled."""
+
+BYTES = ByteConversation(None)
+"""How a policy of bytes talks, whatever the environment."""
 
 MAX_LENGTH = small_config().model.max_length
 

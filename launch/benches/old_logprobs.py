@@ -27,8 +27,6 @@ from launch.train import warm_started
 from models.transformer import Params
 from rl.batching import make_batch
 from rl.decomposition import Decomposition
-from rl.environments import Split
-from rl.evaluation import evaluate
 from rl.learner import Learner, publish_cast
 from rl.loop import Loop
 from rl.old_logprobs import EwmaOptions, OldLogprobSource, SourceName, score_version
@@ -136,16 +134,15 @@ def _play(options: Options, display: Display) -> Past:
                 steps = options.learner_steps - staleness
                 display.phase(f"training up to version {steps}, which plays")
                 loop.run(steps)
-                episodes[staleness] = _episodes(loop, config, make_sampler(), scorer, options.episodes)
+                episodes[staleness] = _episodes(loop, foundation, make_sampler(), scorer, options.episodes)
             return Past(foundation, loop.rooms.learner.state(), loop.rooms.ring, scorer, dict(sorted(episodes.items())))
 
 
-def _episodes(loop: Loop, config: Config, sampler: Sampler, scorer: Scorer, num_episodes: int) -> list[Trajectory]:
+def _episodes(loop: Loop, foundation: Foundation, sampler: Sampler, scorer: Scorer, num_episodes: int) -> list[Trajectory]:
     """What the live version plays, with the old logprobs that it scores itself."""
     version, live = loop.version, loop.live
     sampler.publish(version, live)
-    environments = config.environment_factory(Split.HELD_OUT)
-    played = evaluate(sampler, environments, num_episodes=num_episodes, greedy=False, max_length=config.model.max_length)
+    played = foundation.evaluate(sampler, num_episodes=num_episodes, greedy=False)
     episodes = []
     for trajectory, score in zip(played.trajectories, score_version(scorer, live, version, played.trajectories), strict=True):
         old_logprobs = np.full(len(trajectory), np.nan, np.float32)

@@ -150,6 +150,25 @@ def test_evaluate_takes_top_p_and_names_missing_versions(tiny_run, capsys):
     assert "0, 2, 4, 6, 8" in capsys.readouterr().err
 
 
+def test_only_the_number_of_steps_may_change(tiny_run, capsys):
+    assert sorted(path.name for path in (tiny_run / "checkpoints").iterdir()) == ["3", "6"]
+    assert train.main(["--resume", "--run-dir", str(tiny_run), "--steps", "10", "--seed", "1"]) == 2
+    assert "seed is 1, but that run has 0; only --steps may change" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_left_alone(tiny_run, capsys):
+    before = {path: path.read_bytes() for path in tiny_run.rglob("*") if path.is_file()}
+    assert train.main(["--resume", "--run-dir", str(tiny_run)]) == 2
+    assert "has ended after 8 learner steps; raise --steps" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tiny_run.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_in_lockstep_has_no_order_to_repeat(tiny_run, tmp_path, capsys):
+    assert train.main(["--repeat", str(tiny_run), "--run-dir", str(tmp_path / "again")]) == 2
+    assert "interleaving.txt" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -208,7 +227,9 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize("command", ["train", "audit", "evaluate", "plan", "bench"])
+@pytest.mark.parametrize(
+    "command", ["train", *(pytest.param(name, marks=pytest.mark.slow) for name in ("audit", "evaluate", "plan", "bench"))]
+)
 def test_help_works_without_a_sampler(command):
     done = subprocess.run([sys.executable, "-m", f"launch.{command}", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0

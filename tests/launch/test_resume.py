@@ -31,19 +31,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tiny_run, tmp_path, stop_af
     assert audit.main([str(directory), "--replay", "20"]) == 0
 
 
-def test_only_the_number_of_steps_may_change(tiny_run, capsys):
-    assert sorted(path.name for path in (tiny_run / "checkpoints").iterdir()) == ["3", "6"]
-    assert train.main(["--resume", "--run-dir", str(tiny_run), "--steps", "10", "--seed", "1"]) == 2
-    assert "seed is 1, but that run has 0; only --steps may change" in capsys.readouterr().err
-
-
-def test_a_finished_run_is_left_alone(tiny_run, capsys):
-    before = {path: path.read_bytes() for path in tiny_run.rglob("*") if path.is_file()}
-    assert train.main(["--resume", "--run-dir", str(tiny_run)]) == 2
-    assert "has ended after 8 learner steps; raise --steps" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tiny_run.rglob("*") if path.is_file()} == before
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -61,12 +48,6 @@ def test_what_cannot_be_gone_on_with_is_refused(tmp_path, monkeypatch, capsys, o
     for word in words:
         assert word in error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_in_lockstep_has_no_order_to_repeat(tiny_run, tmp_path, capsys):
-    assert train.main(["--repeat", str(tiny_run), "--run-dir", str(tmp_path / "again")]) == 2
-    assert "interleaving.txt" in capsys.readouterr().err
-    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.slow

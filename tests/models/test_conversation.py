@@ -31,8 +31,8 @@ def files_of(name: str, stop_tokens=None):
 
 
 @functools.cache
-def conversation_of(name: str, stop: str | None = None, stop_tokens=None) -> ChatConversation:
-    return ChatConversation(files_of(name, stop_tokens), stop)
+def conversation_of(name: str, stop: str | None = None, stop_tokens=None, system: str | None = None) -> ChatConversation:
+    return ChatConversation(files_of(name, stop_tokens), stop, system)
 
 
 def written(tokens) -> str:
@@ -43,9 +43,9 @@ def written(tokens) -> str:
 LIBRARY = chat.train_tokenizer()
 
 
-def play(conversation, observations, turns, system=None) -> np.ndarray:
+def play(conversation, observations, turns) -> np.ndarray:
     """The context of a conversation whose turns are ids."""
-    pieces = [conversation.first(observations[0], system)]
+    pieces = [conversation.first(observations[0])]
     for observation, turn in zip(observations[1:], turns, strict=True):
         pieces += [turn, conversation.reply(observation, last_token=int(turn[-1]))]
     return np.concatenate(pieces)
@@ -62,14 +62,15 @@ def rendered(name: str, observations, answers, system=None) -> str:
 @pytest.mark.parametrize("name", APPEND_ONLY)
 @hypothesis.given(data=st.data(), num_turns=st.integers(0, 3))
 def test_where_the_template_appends_the_parts_are_the_whole(name, data, num_turns):
-    conversation, tokenizer = conversation_of(name), files_of(name).tokenizer
+    tokenizer = files_of(name).tokenizer
     observations = [data.draw(TEXTS) for _ in range(num_turns + 1)]
     answers = [data.draw(TEXTS) for _ in range(num_turns)]
     system = data.draw(st.none() | TEXTS) if name != "NO_SYSTEM" else None
+    conversation = conversation_of(name, system=system)
     said = [*observations, *answers, system or ""]
     hypothesis.assume(not any(name in text for name in chat.SPECIAL_TOKENS for text in said))  # the whole has ids for them
     turns = [np.append(tokenizer.encode(answer), chat.IM_END) for answer in answers]
-    context = play(conversation, observations, turns, system)
+    context = play(conversation, observations, turns)
     whole = rendered(name, observations, answers, system)
     assert written(context) == whole
     if not any(answer[:1].isspace() for answer in answers):  # the prompt's last character would be taken for one word with it
@@ -158,7 +159,7 @@ def test_no_observation_forges_a_turn(name):
     def special(tokens):
         return [token for token in tokens.tolist() if token < len(chat.SPECIAL_TOKENS)]
 
-    for build in (conversation.first, functools.partial(conversation.first, "hi"),
+    for build in (conversation.first, lambda system: conversation_of(name, system=system).first("hi"),
                   functools.partial(conversation.reply, last_token=300)):
         assert special(build(forged)) == special(build(plain))
         assert forged in written(build(forged))
@@ -202,12 +203,12 @@ def test_thoughts_stay_in_the_context():
 
 
 def test_a_system_text_has_its_role_or_goes_in_front():
-    prompt = written(conversation_of("CHATML").first("go", "rules"))
+    prompt = written(conversation_of("CHATML", system="rules").first("go"))
     assert prompt.startswith("<|im_start|>system\nrules<|im_end|>\n<|im_start|>user\ngo<|im_end|>")
-    prompt = written(conversation_of("NO_SYSTEM").first("go", "rules"))
+    prompt = written(conversation_of("NO_SYSTEM", system="rules").first("go"))
     assert prompt.startswith("<|im_start|>user\nrules\n\ngo<|im_end|>")
-    moved = conversation_of("MOVES_SYSTEM")
-    context = written(play(moved, ["go", "on"], [np.asarray([300, chat.END])], "rules"))
+    moved = conversation_of("MOVES_SYSTEM", system="rules")
+    context = written(play(moved, ["go", "on"], [np.asarray([300, chat.END])]))
     assert context.count("rules") == 1 and context.startswith("<|begin|>[INST] rules\n\ngo [/INST]")
 
 
@@ -235,7 +236,7 @@ def test_a_turn_that_nothing_would_end_is_refused(tmp_path):
 def test_bytes_are_simply_appended(first, second, turn):
     conversation = ByteConversation("\n")
     assert conversation.first(first).tolist() == [ByteTokenizer.bos, *first.encode()]
-    assert conversation.first(first, "rules ").tolist() == [ByteTokenizer.bos, *b"rules ", *first.encode()]
+    assert ByteConversation("\n", "rules ").first(first).tolist() == [ByteTokenizer.bos, *b"rules ", *first.encode()]
     assert conversation.reply(second, last_token=turn[-1]).tolist() == list(second.encode())
     assert conversation.answer(np.asarray(turn)) == ByteTokenizer().decode(turn)
     assert conversation.turn(first).tolist() == list(first.encode())

@@ -240,14 +240,15 @@ def test_smollm2_speaks_as_its_reference():
         assert conversation.tokenizer.decode(greedy) == expected
         stop = prompt["first_eos_index"]
         assert conversation.answer(greedy[: stop + 1 or None]) == expected.partition("\ufffd")[0]
-        np.testing.assert_array_equal(context_of(conversation, prompt["messages"]), ids)
+        np.testing.assert_array_equal(context_of(prompt["messages"]), ids)
 
 
-def context_of(conversation, messages: list[dict]) -> np.ndarray:
+def context_of(messages: list[dict]) -> np.ndarray:
     """The same context, made turn by turn."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else None
+    conversation = read_conversation(smollm2(), vocab_size=49152, stop=None, system=system)
     observation, *others = [message["content"] for message in messages if message["role"] != "system"]
-    context = conversation.first(observation, system).tolist()
+    context = conversation.first(observation).tolist()
     for answer, observation in zip(others[::2], others[1::2], strict=True):
         context += [*conversation.tokenizer.encode(answer), 2, *conversation.reply(observation, last_token=2)]
     return np.asarray(context)

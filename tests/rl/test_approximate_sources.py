@@ -222,7 +222,8 @@ def config_of(name, **changes):
     return dataclasses.replace(config, snapshots=snapshots)
 
 
-@pytest.mark.parametrize("name", [pytest.param(SourceName.EWMA, marks=pytest.mark.slow), SourceName.LAGGED])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [SourceName.EWMA, SourceName.LAGGED])
 def test_a_resumed_run_goes_on_with_the_same_anchor(tmp_path, name):
     config = config_of(name)
     straight = tiny_loop(tmp_path / "straight", config)

@@ -20,7 +20,7 @@ from rl.sampler import Sampler
 from rl.training import Training
 from rl.types import ContractError, FinishReason, SamplingContract, Trajectory, check_contract
 from tests.rl.test_rollout import MODEL, Parrot, ScriptedSampler, params_of, say, through_a_file
-from tests.tiny import CONTRACT, tiny_config
+from tests.tiny import BYTES, CONTRACT, tiny_config
 
 OTHERS = {
     "temperature": (0.7, "temperature 0.7, wanted 1.0"),
@@ -160,7 +160,7 @@ def test_tokens_that_were_not_drawn_from_the_policy_are_never_trained(changes, i
         def step(self, num_steps):
             return [part._replace(contract=contract) for part in super().step(num_steps)]
 
-    rollouts = Rollouts(Sampled({0: [say("ab", turn_over=False), say("c"), say("!")]}), Parrot, max_length=100)
+    rollouts = Rollouts(Sampled({0: [say("ab", turn_over=False), say("c"), say("!")]}), Parrot, BYTES, max_length=100)
     rollouts.start(9, [0], seed=3)
     assert rollouts.partial()[0].contract is None  # nothing was sampled yet
     rollouts.step(1)
@@ -174,7 +174,7 @@ def test_tokens_that_were_not_drawn_from_the_policy_are_never_trained(changes, i
 
 def test_a_group_of_nothing_but_greedy_episodes_is_dropped():
     admission = Admission(1, 2, max_staleness=0, publish_every=1, stale_policy=StalePolicy.DROP)
-    rollouts = Rollouts(ScriptedSampler({i: [say("!")] for i in range(2)}), Parrot, max_length=100)
+    rollouts = Rollouts(ScriptedSampler({i: [say("!")] for i in range(2)}), Parrot, BYTES, max_length=100)
     admission.start(0, [0, 1])
     rollouts.start(0, [0, 1], seed=3, greedy=True)
     for trajectory in rollouts.step(1).finished:
@@ -191,10 +191,10 @@ def test_a_trajectory_keeps_its_contract_in_a_file(contract):
 def test_an_episode_under_way_keeps_its_contract_in_a_file():
     scripts = {0: [say("ab", turn_over=False), say("!")]}
     sampler = ScriptedSampler(scripts)
-    rollouts = Rollouts(sampler, Parrot, max_length=100)
+    rollouts = Rollouts(sampler, Parrot, BYTES, max_length=100)
     rollouts.start(9, [0], seed=3, greedy=True)
     rollouts.step(1)
-    restored = Rollouts(ScriptedSampler({}), Parrot, max_length=100)
+    restored = Rollouts(ScriptedSampler({}), Parrot, BYTES, max_length=100)
     restored.restore(through_a_file(rollouts.state()))
     [trajectory] = restored.partial()
     assert trajectory.contract == dataclasses.replace(CONTRACT, greedy=True) and not trajectory.loss_mask.any()
@@ -221,7 +221,7 @@ def test_tokens_say_how_they_were_sampled(truncating, swap):
 def test_an_episode_of_a_truncating_sampler_is_played_and_not_trained(truncating):
     sampler = Sampler(truncating, lengths=(88,), refill_rows=4, swap=Swap.REPREFILL)
     sampler.publish(0, params_of(0))
-    rollouts = Rollouts(sampler, Parrot, max_length=88)
+    rollouts = Rollouts(sampler, Parrot, BYTES, max_length=88)
     rollouts.start(0, [0, 1], seed=3)
     finished = []
     while rollouts.num_running:

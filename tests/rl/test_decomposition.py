@@ -76,6 +76,7 @@ def test_the_error_of_an_approximation_is_the_term_that_it_confuses(run, name, t
     assert rows[-1]["approximation_error_max"] >= rows[-1]["approximation_error_mean"] > 0
 
 
+@pytest.mark.slow
 def test_errors_without_staleness_are_those_of_the_definitions(run):
     """The first step trains what the learner's own version sampled."""
     first = {name: run(name)[0][0] for name in SourceName if name is not SourceName.DEDICATED}

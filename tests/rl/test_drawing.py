@@ -65,7 +65,7 @@ def test_what_is_not_drawn_from_the_policy_has_its_logprobs_at_temperature_one(c
 
 
 def test_a_hundred_thousand_draws_from_many_stretches_pass_a_chi_square_test():
-    size = 5 * STRETCH + 7
+    size = 2 * STRETCH + 7
     logits = np.random.default_rng(0).normal(scale=2.0, size=size).astype(np.float32)
     parts = [draw_rows(logits, temperature=1.0, request_ids=np.arange(ROWS) + part * ROWS) for part in range(5)]
     tokens = np.concatenate([tokens for tokens, _ in parts])
@@ -76,7 +76,7 @@ def test_a_hundred_thousand_draws_from_many_stretches_pass_a_chi_square_test():
     degrees = len(expected) - 1
     assert degrees > 60
     assert chi_square(bins[tokens], expected / expected.sum()) < degrees + 3.7 * np.sqrt(2 * degrees)  # once in some thousands
-    assert tokens.max() < size and len(set(tokens // STRETCH)) == 6
+    assert tokens.max() < size and len(set(tokens // STRETCH)) == 3
 
 
 def test_uniform_logits_over_eight_tokens_have_minus_log_eight():

@@ -371,7 +371,7 @@ def test_bfloat16_parameters_are_computed_with_in_the_compute_type(engine, param
     np.testing.assert_allclose(taken[0][1], logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.slow), 30.0])
 def test_bfloat16_never_gives_a_positive_logprob(scale):
     """With weights so large that most tokens are certain, too."""
     model = dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, compute_dtype=Precision.BFLOAT16))

@@ -16,7 +16,7 @@ from rl.environments import EnvironmentName, FrozenLakeOptions, Split, make
 from rl.evaluation import REQUEST_OFFSET, evaluate
 from rl.requests import Request, SampledTokens, Swap
 from rl.sampler import Sampler
-from tests.tiny import CONTRACT
+from tests.tiny import BYTES, CONTRACT
 
 MODEL = Model(ModelConfig(vocab_size=259, num_layers=1, d_model=16, d_ff=24, num_heads=2, num_kv_heads=1, head_dim=8,
                           max_length=32))
@@ -46,7 +46,7 @@ def make_sampler(engine, seed=4, version=4):
 
 
 def run(engine, *, greedy, seed=4, version=4):
-    return evaluate(make_sampler(engine, seed, version), MAKE, num_episodes=EPISODES, greedy=greedy, max_length=32)
+    return evaluate(make_sampler(engine, seed, version), MAKE, BYTES, num_episodes=EPISODES, greedy=greedy, max_length=32)
 
 
 def told(evaluation):
@@ -79,7 +79,7 @@ def test_greedy_is_the_same_again_whatever_the_version_and_the_noise(engine):
 
 def test_a_sampler_may_evaluate_again(engine):
     sampler = make_sampler(engine)
-    first, again = (evaluate(sampler, MAKE, num_episodes=EPISODES, greedy=True, max_length=32) for _ in range(2))
+    first, again = (evaluate(sampler, MAKE, BYTES, num_episodes=EPISODES, greedy=True, max_length=32) for _ in range(2))
     assert told(first) == told(again)
     assert sampler.num_running == sampler.num_waiting == 0
 
@@ -113,7 +113,7 @@ def test_means_are_over_episodes():
         prompt = environment.reset(seed)
         answers[prompt] = environment.expert(np.random.default_rng(0)) if seed in (1, 3) else "no"
         lengths.append(1 + len(prompt) + len(answers[prompt]))
-    evaluation = evaluate(Calculator(answers), make_environment, num_episodes=5, greedy=True, max_length=100)
+    evaluation = evaluate(Calculator(answers), make_environment, BYTES, num_episodes=5, greedy=True, max_length=100)
     assert evaluation.success == evaluation.reward == 0.4
     assert evaluation.tokens == np.mean(lengths)
     assert [trajectory.success for trajectory in evaluation.trajectories] == [False, True, False, True, False]
@@ -137,9 +137,9 @@ def test_a_sampler_that_could_not_finish_is_refused(engine, prepare, message):
     sampler = make_sampler(engine)
     prepare(sampler)
     with pytest.raises(ValueError, match=message):
-        evaluate(sampler, MAKE, num_episodes=1, greedy=True, max_length=32)
+        evaluate(sampler, MAKE, BYTES, num_episodes=1, greedy=True, max_length=32)
 
 
 def test_no_episodes_are_refused(engine):
     with pytest.raises(ValueError, match="evaluation of 0 episodes, wanted at least 1"):
-        evaluate(make_sampler(engine), MAKE, num_episodes=0, greedy=True, max_length=32)
+        evaluate(make_sampler(engine), MAKE, BYTES, num_episodes=0, greedy=True, max_length=32)

@@ -315,7 +315,9 @@ def test_a_run_with_either_of_them_ends_with_the_same_weights(tmp_path):
     assert segments_of(tmp_path / "snapshot") == segments_of(tmp_path / "dedicated") == segments_of(tmp_path / "interrupt")
 
 
-@pytest.mark.parametrize("name", [*EXACT, SourceName.EWMA, SourceName.LAGGED, SourceName.RECOMPUTE])
+@pytest.mark.parametrize("name", [SourceName.SNAPSHOT, *(
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in (SourceName.DEDICATED, SourceName.INTERRUPT, SourceName.EWMA, SourceName.LAGGED, SourceName.RECOMPUTE))])
 def test_scoring_leaves_the_live_parameters_as_they_are(tmp_path, name):
     """Also when the next learner step donates its own weights, and when what is scored lies in the same memory."""
     loop = tiny_loop(tmp_path, config_of(name), devices=(1, 4, 1) if name is SourceName.SNAPSHOT else (1, 1, 1))

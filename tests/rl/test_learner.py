@@ -149,7 +149,7 @@ def pad(batch: Batch, num_tokens: int) -> Batch:
 
 @pytest.mark.parametrize(("mesh_shape", "microbatches", "remat", "padding"),
                          [pytest.param((1, 8, 1), 1, False, 0, marks=pytest.mark.slow),
-                          ((1, 4, 2), 2, True, 0), ((2, 2, 2), 4, False, 3)])
+                          pytest.param((1, 4, 2), 2, True, 0, marks=pytest.mark.slow), ((2, 2, 2), 4, False, 3)])
 def test_meshes_microbatches_rematerialisation_and_padding_change_nothing(capfd, mesh_shape, microbatches, remat, padding):
     """Nor does the compiler give up on a sharding, which would cost a copy of the array on every device."""
     mesh = make_mesh(*mesh_shape)

@@ -244,7 +244,8 @@ def test_a_ring_full_of_pins_does_not_stop_the_run(tmp_path, policy):
     assert loop.step == 5
 
 
-@pytest.mark.parametrize("policy", [GonePolicy.MASK, pytest.param(GonePolicy.DROP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [GonePolicy.MASK, GonePolicy.DROP])
 def test_a_ring_smaller_than_the_staleness_gives_tokens_up_and_counts_them(tmp_path, policy):
     config = tiny_config()
     config = dataclasses.replace(

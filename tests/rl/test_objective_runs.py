@@ -26,6 +26,7 @@ def batches_of(loop, monkeypatch) -> list:
     return batches
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_policy_of_version_0_and_survives_a_stop(tmp_path, monkeypatch):
     """Its KL divergence is 0 before the first update and not after, and a resumed run goes on with the same reference."""
     config = config_of(dataclasses.replace(presets.grpo(), kl_coefficient=1.0))

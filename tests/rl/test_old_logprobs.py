@@ -166,6 +166,7 @@ def first_minibatches(tmp_path, name):
     return firsts, loop
 
 
+@pytest.mark.slow
 def test_each_source_puts_five_versions_of_lag_where_its_caveat_says(tmp_path):
     compared = (SourceName.SNAPSHOT, SourceName.RECOMPUTE, SourceName.SAMPLER)
     runs = {name: first_minibatches(tmp_path / name.value, name) for name in compared}

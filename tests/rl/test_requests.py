@@ -27,6 +27,7 @@ from tests.rl.test_sampler import (
     request,
     through_a_file,
 )
+from tests.tiny import BYTES
 
 SLOTS = 3
 
@@ -213,7 +214,7 @@ class Listener(test_rollout.Parrot):
 def rollouts_of(text_engine, **limits):
     sampler = Sampler(text_engine, lengths=(88,), refill_rows=4, swap=Swap.REPREFILL)
     sampler.publish(0, test_rollout.params_of(0))
-    return Rollouts(sampler, Listener, max_length=88, **limits)
+    return Rollouts(sampler, Listener, BYTES, max_length=88, **limits)
 
 
 def play(rollouts, num_steps=2):

@@ -21,7 +21,7 @@ from rl.requests import SampledTokens, Swap
 from rl.rollout import Rollouts
 from rl.sampler import Sampler
 from rl.types import NO_POLICY, FinishReason
-from tests.tiny import CONTRACT
+from tests.tiny import BYTES, CONTRACT
 
 BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
 
@@ -97,7 +97,7 @@ def say(text_or_ids, version=0, turn_over=True):
 
 def play(scripts, *, environment=Parrot, max_length=100, greedy=False, seed=3):
     sampler = ScriptedSampler(scripts)
-    rollouts = Rollouts(sampler, environment, max_length=max_length)
+    rollouts = Rollouts(sampler, environment, BYTES, max_length=max_length)
     rollouts.start(9, list(scripts), seed=seed, greedy=greedy)
     return sampler, rollouts
 
@@ -323,7 +323,7 @@ def test_restored_rollouts_go_on_in_the_middle_of_a_turn():
     text = repr(state)
     rest = ScriptedSampler({0: scripts[0][2:], 1: []})
     rest.submitted = {0: sampler.submitted[0]}
-    restored = Rollouts(rest, Parrot, max_length=100)
+    restored = Rollouts(rest, Parrot, BYTES, max_length=100)
     restored.restore(state)
     original, restored = run(rollouts), run(restored)
     assert equal(original[0][0], restored[0][0]) and original[1] == restored[1] == [2]
@@ -367,7 +367,7 @@ def frozen_lake():
 def start(engine, swap=Swap.REPREFILL):
     sampler = Sampler(engine, lengths=(88,), refill_rows=4, swap=swap)
     sampler.publish(0, params_of(0))
-    rollouts = Rollouts(sampler, frozen_lake, max_length=88)
+    rollouts = Rollouts(sampler, frozen_lake, BYTES, max_length=88)
     for group in range(4):
         rollouts.start(group, [2 * group, 2 * group + 1], seed=group)
     return sampler, rollouts
@@ -409,7 +409,7 @@ def test_a_restored_run_is_the_same_run(engine, swap):
     early, _ = go_on(sampler, rollouts, num_steps=7, publishes=(3,))
     state = through_a_file({"rollouts": rollouts.state(), "sampler": sampler.state()})
     other_sampler = Sampler(engine, lengths=(88,), refill_rows=4, swap=swap)
-    other = Rollouts(other_sampler, frozen_lake, max_length=88)
+    other = Rollouts(other_sampler, frozen_lake, BYTES, max_length=88)
     other_sampler.restore(state["sampler"], params_of(1))
     other.restore(state["rollouts"])
     (left, left_versions), (right, right_versions) = (go_on(*pair, num_steps=40, publishes=(4, 9))

@@ -298,6 +298,7 @@ def test_a_failed_save_is_reported_by_the_next_one(tmp_path, monkeypatch):
 # --- several processes ---
 
 
+@pytest.mark.slow
 def test_two_processes_that_hold_half_each_agree_on_every_bit(tmp_path):
     program = """
 import sys, jax, numpy as np

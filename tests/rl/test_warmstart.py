@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from models.config import ModelConfig
-from models.conversation import ByteConversation, read_conversation
+from models.conversation import read_conversation
 from models.sharding import ShardingError, parameter_shardings
 from models.tokenizer import ByteTokenizer
 from models.transformer import Model
@@ -20,9 +20,8 @@ from rl.rollout import Rollouts
 from rl.warmstart import WarmStartOptions, demonstrate, warm_start
 from tests import chat
 from tests.families import FAMILIES
-from tests.tiny import CONTRACT
+from tests.tiny import BYTES, CONTRACT
 
-BYTES = ByteConversation(None)
 MODEL = Model(ModelConfig(vocab_size=264, num_layers=1, d_model=16, d_ff=24, num_heads=2, num_kv_heads=2, head_dim=8,
                           max_length=88))
 
@@ -103,7 +102,7 @@ class Remembering(base.Environment):
 def test_a_demonstration_is_laid_out_like_a_rollout(family, seed):
     environment = Remembering(make(family, Split.TRAIN))
     demonstration = demonstrate(environment, BYTES, seed, np.random.default_rng(seed), max_length=200)
-    rollouts = Rollouts(Quoting(environment.said), functools.partial(make, family, Split.TRAIN), max_length=200)
+    rollouts = Rollouts(Quoting(environment.said), functools.partial(make, family, Split.TRAIN), BYTES, max_length=200)
     rollouts.start(0, [0], seed=seed)
     finished = [trajectory for _ in environment.said for trajectory in rollouts.step(1).finished]
     np.testing.assert_array_equal(demonstration.tokens, finished[0].tokens)
@@ -173,6 +172,7 @@ def test_the_same_seed_trains_the_same_weights(trained):
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.slow
 def test_a_sharded_run_with_another_seed_compiles_once_and_computes_the_same_loss():
     compiled, mesh = [], mesh_of(fsdp=2)
 

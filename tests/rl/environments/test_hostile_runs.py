@@ -15,7 +15,7 @@ from rl.rollout import MAX_FAILED_IN_A_ROW
 from rl.threads import Interleaving, Repeat, Threads, read_interleaving
 from rl.types import FinishReason
 from tests.rl.environments.hostile import Hostile, Mischief
-from tests.tiny import assert_same_weights, rows_of, tiny_config, tiny_loop, tiny_rooms, without_times
+from tests.tiny import BYTES, assert_same_weights, rows_of, tiny_config, tiny_loop, tiny_rooms, without_times
 
 WORKERS = RunnerOptions(environment_workers=2, environment_timeout=1.5)
 TAME = (Mischief.RAISE, Mischief.MEGABYTE, Mischief.SURROGATE, Mischief.NAN)
@@ -147,7 +147,7 @@ def test_evaluation_counts_a_failed_episode_as_no_success(tmp_path):
     config = hostile_config(on_reset={}, on_turn={})
     loop = tiny_loop(tmp_path, config)
     factory = functools.partial(Hostile, on_reset={1: Mischief.EXIT, 4: Mischief.HANG, 5: Mischief.RAISE})
-    result = evaluate(_fresh_sampler(loop), factory, num_episodes=8, greedy=True, max_length=config.model.max_length,
+    result = evaluate(_fresh_sampler(loop), factory, BYTES, num_episodes=8, greedy=True, max_length=config.model.max_length,
                       options=WORKERS)
     assert [trajectory.finish_reason is FinishReason.FAILED for trajectory in result.trajectories] == [
         seed in (1, 4, 5) for seed in range(8)]

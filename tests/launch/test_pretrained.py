@@ -1,0 +1,186 @@
+"""A run on a model from a folder: it talks in the model's own template, and is as exact as any other."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from launch import audit, evaluate, report, run_directory, train
+from launch.build import Foundation
+from launch.config import check, load_config, parse
+from launch.pretrained import PretrainedOptions, conversation_of, with_shape
+from models.families import model_config
+from models.text_files import read_text_files
+from models.transformer import Model
+from models.weights import export_folder
+from rl.ledger import read_step
+from rl.types import NO_POLICY
+from tests import chat
+from tests.tiny import TINY_OPTIONS
+
+SHAPE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "vocab_size": 352, "hidden_size": 16,
+         "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+         "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+         "torch_dtype": "float32"}  # fmt: skip
+OPTIONS = ["--model.max-length", "120", "--turn-tokens", "3", "--frozen-lake.max-turns", "3", "--system", "Go."]
+
+
+def write_model(folder: pathlib.Path) -> pathlib.Path:
+    config = model_config(SHAPE)
+    export_folder(folder, Model(config).init(jax.random.key(5)), config, SHAPE)
+    return chat.write_folder(folder, chat.CHATML_DEFAULT_SYSTEM)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> pathlib.Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory, model) -> pathlib.Path:
+    directory = tmp_path_factory.mktemp("runs") / "pretrained"
+    options = [*TINY_OPTIONS, "--warm-start.updates", "0", *OPTIONS, "--model-path", str(model), "--steps", "4"]
+    assert train.main(["quickstart", *options, "--run-dir", str(directory)]) == 0
+    return directory
+
+
+def test_the_run_is_exact_and_audited(run_dir, capsys):
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["exactness_max_error"] == 0.0 and summary["exactness_compared_tokens"] > 0
+    assert all(summary[f"{stage}_tokens_per_second"] > 0 for stage in ("sampling", "replay", "training"))
+    assert audit.main([str(run_dir), "--replay", "20"]) == 0
+    assert evaluate.main([str(run_dir), "--episodes", "4"]) == 0
+    assert "greedy" in capsys.readouterr().out
+
+
+def test_it_begins_with_the_folders_weights(run_dir, model):
+    config = run_directory.read_config(run_dir)
+    assert dataclasses.replace(config.model, max_length=128, vocab_multiple=1) == model_config(SHAPE)
+    params = Foundation.of(config).initial_params()
+    expected = Model(model_config(SHAPE)).init(jax.random.key(5))
+    np.testing.assert_array_equal(params["blocks"]["query"]["kernel"], expected["blocks"]["query"]["kernel"])
+    np.testing.assert_array_equal(params["embedding"][:352], expected["embedding"])
+
+
+def test_what_was_trained_is_a_conversation_in_the_models_template(run_dir, model):
+    """Prompt and replies as the template writes them, around what was sampled."""
+    library = read_text_files(model, vocab_size=352).tokenizer._tokenizer
+    arrays, num_replies = read_step(run_dir / "ledger", 4), 0
+    for start, stop in itertools.pairwise(arrays["offsets"]):
+        tokens, is_sampled = arrays["tokens"][start:stop], arrays["policy_versions"][start:stop] != NO_POLICY
+        borders = np.flatnonzero(np.diff(is_sampled)) + 1
+        prompt, *parts = np.split(tokens, borders)
+        text = library.decode(prompt.tolist(), skip_special_tokens=False)
+        assert text.startswith("<|im_start|>system\nGo.<|im_end|>\n<|im_start|>user\n")
+        assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+        for turn, reply in zip(parts[::2], parts[1::2], strict=False):
+            assert len(turn) <= 3
+            text = library.decode(reply.tolist(), skip_special_tokens=False)
+            closing = "" if turn[-1] == chat.IM_END else "<|im_end|>"
+            assert text.startswith(f"{closing}\n<|im_start|>user\n") and text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+            num_replies += 1
+    assert num_replies > 4
+
+
+def test_its_report_shows_what_was_said_or_why_it_cannot(run_dir, model, tmp_path):
+    copied = shutil.copytree(run_dir, tmp_path / "copied")
+    assert report.write_report(copied).read_text().count("Go.") > 1  # once in the config
+    content = json.loads((copied / "config.json").read_text())
+    content["config"]["pretrained"]["model_path"] = "/no/such/model"
+    (copied / "config.json").write_text(json.dumps(content))
+    text = report.write_report(copied).read_text()
+    assert "tokenizer: there is no /no/such/model; wanted the folder of a model" in text and text.count("Go.") == 1
+
+
+def damage_index(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    files = {"model.embed_tokens.weight": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def damage_type(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
+
+
+def damage_end(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def damage_vocabulary(folder):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "vocab_size": 300}))
+
+
+def damage_shape(folder):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "intermediate_size": 48}))
+
+
+def damage_template(folder):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+
+
+@pytest.mark.parametrize(("damage", "words"), [
+    (damage_index, ["model-00002-of-00002.safetensors is missing"]),
+    (damage_type, ["is of type I32, wanted one of: BF16, F16, F32"]),
+    (damage_end, ["model.safetensors: ", "wanted a whole safetensors file"]),
+    (damage_vocabulary, ["has 333 ids, but the model only 300"]),
+    (damage_shape, ["gate_proj.weight has shape (32, 16), wanted shape (48, 16)"]),
+    (damage_template, ["chat_template.jinja", "a base model has none"]),
+    (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer.json", "fetch it with the model"]),
+    (lambda folder: (folder / "config.json").write_text("{"), ["config.json", "wanted a JSON object"]),
+    (shutil.rmtree, ["there is no "]),
+])  # fmt: skip
+def test_a_bad_folder_is_refused_in_one_line_before_anything_is_written(tmp_path, capsys, damage, words):
+    folder = write_model(tmp_path / "model")
+    damage(folder)
+    assert train.main([*OPTIONS, "--model-path", str(folder), "--run-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    for word in words:
+        assert word in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    (["--model.max-length", "129"], ["--model.max-length is 129, wanted at most 128"]),
+    (["--model.max-length", "20", "--turn-tokens", "3"], ["--model.max-length is 20, but an episode without a word in it takes"]),
+    (["--turn-tokens", "0"], ["--turn-tokens is 0, wanted at least 1"]),
+])  # fmt: skip
+def test_contexts_that_the_model_or_a_turn_does_not_fit_are_refused(tmp_path, capsys, model, options, words):
+    assert train.main([*OPTIONS, *options, "--model-path", str(model), "--run-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+
+
+def test_a_turn_of_bytes_has_its_length_from_the_environment(tmp_path, capsys):
+    assert train.main(["--turn-tokens", "3", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "--turn-tokens is 3 without --model-path" in capsys.readouterr().err
+
+
+def test_a_system_text_needs_room_among_bytes():
+    config = load_config("quickstart")
+    check(dataclasses.replace(config, pretrained=PretrainedOptions(system="abc")))
+    with pytest.raises(ValueError, match="--model.max-length is 88, but an episode may take 89 tokens"):
+        check(dataclasses.replace(config, pretrained=PretrainedOptions(system="abcd")))
+
+
+def test_the_run_chooses_only_the_free_fields(model):
+    wanted = dataclasses.replace(load_config("quickstart").model, max_length=100, num_layers=9)
+    shape = with_shape(wanted, PretrainedOptions(model_path=str(model)))
+    assert shape == dataclasses.replace(model_config(SHAPE), max_length=100, vocab_multiple=8)
+    assert with_shape(wanted, PretrainedOptions()) is wanted
+    assert parse(["--model-path", str(model)], program="test")[1].config.model.num_layers == 2
+
+
+def test_the_conversation_is_that_of_the_files(model):
+    conversation = conversation_of(PretrainedOptions(model_path=str(model), system="s"), 352, "\n")
+    assert conversation.stop_tokens == (chat.IM_END,)
+    assert conversation.first("go").tolist()[:2] == [chat.IM_START, *read_text_files(model, vocab_size=352).tokenizer.encode("s")]

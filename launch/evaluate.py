@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         config = run_directory.read_config(options.run_dir)
         foundation = Foundation.of(_with_sampling(config, options))
         store = SnapshotStore(options.run_dir / "snapshots")
-        version = _choose_version(store.versions(), options)
+        version = choose_version(store.versions(), options.run_dir, options.version)
         params = store.load(version, like=foundation.published_shapes)
         make_sampler = foundation.sampler_factory()
     except ValueError as error:
@@ -66,12 +66,15 @@ def _with_sampling(config: Config, options: EvaluateOptions) -> Config:
     return dataclasses.replace(config, sampler=sampler)
 
 
-def _choose_version(versions: tuple[int, ...], options: EvaluateOptions) -> int:
+def choose_version(versions: tuple[int, ...], run_dir: pathlib.Path, asked: int | None) -> int:
+    """The version that is asked for, or the newest.
+
+    Raises:
+      ConfigError: it is not there.
+    """
     if not versions:
-        raise ConfigError(
-            f"{options.run_dir} holds no persisted snapshot; let launch.train finish, or train with --persist-every"
-        )
-    version = versions[-1] if options.version is None else options.version
+        raise ConfigError(f"{run_dir} holds no persisted snapshot; let launch.train finish, or train with --persist-every")
+    version = versions[-1] if asked is None else asked
     if version not in versions:
         raise ConfigError(f"--version {version} is not persisted; wanted one of {', '.join(map(str, versions))}")
     return version

@@ -48,7 +48,16 @@ def read_shape(path: pathlib.Path) -> ModelConfig:
     Raises:
       WeightsError: it cannot be read, or is none that we compute.
     """
-    return model_config(read_config(path) if path.is_dir() else _open_gguf(path).raw)
+    return model_config(read_raw(path))
+
+
+def read_raw(path: pathlib.Path) -> dict:
+    """The `config.json` that goes with it.
+
+    Raises:
+      WeightsError: it cannot be read.
+    """
+    return read_config(path) if path.is_dir() else _open_gguf(path).raw
 
 
 def check_params(path: pathlib.Path, config: ModelConfig) -> None:
@@ -57,13 +66,8 @@ def check_params(path: pathlib.Path, config: ModelConfig) -> None:
     Raises:
       WeightsError: it does not hold exactly this model.
     """
-    if path.is_dir():
-        source, raw = Folder(path), read_config(path)
-    else:
-        source = _open_gguf(path)
-        raw = source.raw
-    check_config(config, raw, path)
-    check_tensors(source, config)
+    check_config(config, read_raw(path), path)
+    check_tensors(Folder(path) if path.is_dir() else _open_gguf(path), config)
 
 
 def import_params(path: pathlib.Path, config: ModelConfig, *, precision: Precision, shardings: Params | None = None) -> Params:

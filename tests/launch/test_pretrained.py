@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from launch import audit, evaluate, report, run_directory, train
+from launch import audit, evaluate, export, report, run_directory, train
 from launch.build import Foundation
 from launch.config import check, load_config, parse
 from launch.pretrained import PretrainedOptions, conversation_of, with_shape
@@ -19,8 +19,10 @@ from models.text_files import read_text_files
 from models.transformer import Model
 from models.weights import export_folder
 from rl.ledger import read_step
+from rl.snapshot_store import SnapshotStore
 from rl.types import NO_POLICY
 from tests import chat
+from tests.golden_models import assert_same
 from tests.tiny import TINY_OPTIONS
 
 SHAPE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "vocab_size": 352, "hidden_size": 16,
@@ -95,6 +97,26 @@ def test_its_report_shows_what_was_said_or_why_it_cannot(run_dir, model, tmp_pat
     (copied / "config.json").write_text(json.dumps(content))
     text = report.write_report(copied).read_text()
     assert "tokenizer: there is no /no/such/model; wanted the folder of a model" in text and text.count("Go.") == 1
+
+
+def test_its_policy_leaves_as_it_came(run_dir, tmp_path, capsys):
+    folder = tmp_path / "exported"
+    assert export.main([str(run_dir), str(folder)]) == 0
+    assert "version 4, with tokenizer.json, tokenizer_config.json, generation_config.json" in capsys.readouterr().out
+    config = run_directory.read_config(run_dir)
+    foundation = Foundation.of(config)
+    expected = SnapshotStore(run_dir / "snapshots").load(4, like=foundation.published_shapes)
+    again = dataclasses.replace(config, pretrained=dataclasses.replace(config.pretrained, model_path=str(folder)))
+    check(again)
+    assert_same(Foundation.of(again).initial_params(), expected)
+    assert export.main([str(run_dir), str(folder)]) == 2
+    assert "wanted a new or an empty folder" in capsys.readouterr().err
+
+
+def test_a_run_from_random_weights_is_not_exported(tmp_path, capsys):
+    run = run_directory.create(dataclasses.replace(load_config("quickstart"), run_dir=tmp_path / "run"), "quickstart")
+    assert export.main([str(run), str(tmp_path / "exported")]) == 2
+    assert "began with random weights, wanted a run with --model-path" in capsys.readouterr().err
 
 
 def damage_index(folder):

@@ -54,13 +54,13 @@ def throughput(rows: Sequence[dict]) -> dict[str, float | None]:
     """
     rows = rows[1:] or rows
 
-    def rate(tokens: Callable[[dict], float], stage: str) -> float | None:
-        seconds = sum(row[f"seconds_{stage}"] for row in rows)
+    def rate(tokens: Callable[[dict], float], *stages: str) -> float | None:
+        seconds = sum(row[f"seconds_{stage}"] for row in rows for stage in stages)
         return sum(map(tokens, rows)) / seconds if seconds else None
 
     return {
         "sampling_tokens_per_second": rate(lambda row: row["tokens_generated"], "rollout"),
-        "replay_tokens_per_second": rate(lambda row: row["scored_tokens"], "replay"),
+        "replay_tokens_per_second": rate(lambda row: row["scored_tokens"], "fetch", "score"),
         "training_tokens_per_second": rate(lambda row: row["trajectories"] * row["trajectory_tokens_mean"], "train"),
     }
 

@@ -35,9 +35,9 @@ def config() -> Config:
         warm_start=WarmStartOptions(updates=0),
         optimizer=OptimizerOptions(learning_rate=2e-5, warmup_updates=2),
         step=StepOptions(microbatches=4),
-        loop=LoopOptions(groups_per_step=4, group_size=8, max_staleness=4, decode_steps=8),
-        sampler=SamplerOptions(slots=32, decode_steps_per_call=8, refill_rows=8),
-        snapshots=SnapshotOptions(ring_capacity=8, score_rows=8, publish_dtype=Precision.BFLOAT16),
+        loop=LoopOptions(groups_per_step=4, group_size=8, max_staleness=4, decode_steps=2),
+        sampler=SamplerOptions(slots=64, decode_steps_per_call=8, refill_rows=8),
+        snapshots=SnapshotOptions(ring_capacity=8, score_rows=8, exactness_every=8, publish_dtype=Precision.BFLOAT16),
         evaluation_episodes=64,
         steps=20,
     )

@@ -18,6 +18,7 @@ from rl.reporting import (
     occupancy,
     step_ends,
     thin,
+    throughput,
     transcript,
     visible,
 )
@@ -51,6 +52,18 @@ def test_asynchrony_weighs_each_step_by_what_it_trained():
         "skipped_publishes": 0,
         "dropped_stale": 5,
     }
+
+
+def test_throughput_is_over_the_time_that_a_stage_was_at_work_and_leaves_the_first_step_out():
+    def step(generated, scored, trajectories, *, rollout, fetch=0.0, score=0.0, train):
+        return row(tokens_generated=generated, scored_tokens=scored, trajectories=trajectories, trajectory_tokens_mean=10.0,
+                   seconds_rollout=rollout, seconds_fetch=fetch, seconds_score=score, seconds_train=train)
+
+    rows = [step(1000, 1000, 100, rollout=60, fetch=1, score=9, train=90), step(30, 8, 2, rollout=1, fetch=1, score=3, train=4),
+            step(10, 0, 6, rollout=3, train=16)]
+    assert throughput(rows) == {"sampling_tokens_per_second": 10, "replay_tokens_per_second": 2, "training_tokens_per_second": 4}
+    assert throughput(rows[:1])["sampling_tokens_per_second"] == 1000 / 60
+    assert throughput(rows[2:])["replay_tokens_per_second"] is None
 
 
 def test_dropped_groups_are_counted_over_all_reasons():

@@ -39,6 +39,8 @@ from rl.sampling import LoadedPolicy
 PROMPT, NEW_TOKENS = 64, 128
 """Of the static workload."""
 RAGGED_PROMPT, GROUP, TURNS, TURN_TOKENS, OBSERVATION = 192, 8, 4, (16, 256), 32
+REFILL_ROWS = 2
+"""Two keep a CPU busy; every row more is padding as a rule."""
 REPEATS = 5
 WARM_ID = 10**8
 """Request ids of what only compiles start here."""
@@ -207,7 +209,7 @@ def _compile(sampler: Sampler, lengths: tuple[int, ...], options: Options) -> No
     request_ids = itertools.count(WARM_ID)
     sizes = {length - 2 * OBSERVATION for length in lengths} | {RAGGED_PROMPT, 500, 1000}
     for size in sorted(size for size in sizes if size < lengths[-1] - 2 * OBSERVATION + 1):
-        for together in {1, 2, options.slots}:
+        for together in range(1, REFILL_ROWS + 1):
             ids = [next(request_ids) for _ in range(together)]
             for request_id in ids:
                 sampler.submit(Request(request_id, size, np.ones(size, np.int32), 1))
@@ -282,7 +284,7 @@ def _model(options: Options, room: int) -> tuple[Model, Params]:
 def _sampler(model: Model, options: Options, *, lengths: tuple[int, ...]) -> Sampler:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
     engine = PolicyEngine(model, mesh, slots=options.slots, max_steps=options.steps_per_call, temperature=1.0, seed=options.seed)
-    return Sampler(engine, lengths=lengths, refill_rows=2, swap=Swap.REPREFILL)
+    return Sampler(engine, lengths=lengths, refill_rows=REFILL_ROWS, swap=Swap.REPREFILL)
 
 
 def _show(figures: dict[str, float | int], options: Options, display: Display) -> None:

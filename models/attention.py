@@ -1,12 +1,16 @@
 """The one attention function: everything that attends calls it, so a TPU kernel has one place to go."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 MASKED_LOGIT = -1e30
 """Of what must have no probability. Finite: an infinite one would make inf - inf in a softmax and 0 * inf in an entropy."""
 FEW_QUERIES = 8
-"""Of a kv head and row: up to so many, a CPU multiplies them one by one."""
+"""Of a kv head and row: up to so many, a CPU is slow at multiplying them as a matrix."""
+PARTS = 16
+"""As many numbers as a CPU adds up without a store in between."""
 
 
 def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_positions: jax.Array,
@@ -47,17 +51,19 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_p
 def _products(queries: jax.Array, others: jax.Array, dtype) -> jax.Array:
     """[B, K, Q, X] times [B, K, X, Y] to [B, K, Q, Y] of a type.
 
-    For a query or few, a CPU is faster with a vector at a time than with matrices of few rows; anything else reads the keys once.
+    For few queries a CPU's matrix product first copies the keys into an order of its own, or reads them anew for each query. So
+    they are read once, in a loop that adds up `PARTS` products at a time, and what is left to be added up is a product with ones.
     """
     def together(queries, others):
         return jnp.einsum("bkqx,bkxy->bkqy", queries, others, preferred_element_type=dtype)
 
-    def one_by_one(queries, others):
-        def product(index):
-            return jnp.einsum("bkx,bkxy->bky", queries[:, :, index], others, preferred_element_type=dtype)
+    def in_parts(queries, others):
+        queries, others = queries[..., None].astype(jnp.float32), others[:, :, None].astype(jnp.float32)
+        parts = zip(jnp.split(queries, num_parts, axis=3), jnp.split(others, num_parts, axis=3), strict=True)
+        sums = sum(query * other for query, other in parts)
+        return jnp.einsum("bkqx,bkqxy->bkqy", jnp.ones(sums.shape[:4]), sums).astype(dtype)
 
-        return jnp.stack([product(index) for index in range(queries.shape[2])], axis=2)
-
-    if queries.shape[2] > FEW_QUERIES:
+    num_parts = math.gcd(queries.shape[3], PARTS)
+    if not 1 < queries.shape[2] <= FEW_QUERIES or num_parts == 1:
         return together(queries, others)
-    return jax.lax.platform_dependent(queries, others, cpu=one_by_one, default=together)
+    return jax.lax.platform_dependent(queries, others, cpu=in_parts, default=together)

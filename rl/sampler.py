@@ -4,7 +4,8 @@ A request waits, gets a slot, and keeps it for its whole episode: turn after tur
 goes on from where it was. `step` makes one device call of several decode steps and hands out what was sampled, each token with
 its logprob and its version. A `publish` may come between any two steps; what it does to the running contexts is `Swap`.
 
-A prompt that is longer than a chunk is prefilled a chunk a step, while the others decode.
+A prompt that is longer than a chunk is prefilled a chunk a step, while the others decode. A group shares it: the last one is
+kept for those of its group who get their slots later.
 
 Rows remember their contexts on the host. A row whose cache does not belong to the present policy, or was never there, is
 *stale*: the next step recomputes it. That is how a publish with `REPREFILL`, and a restored sampler, get their caches back.
@@ -34,6 +35,7 @@ class _Prefill:
 
     slots: list[int]
     prompt: np.ndarray
+    group_id: int
     chunk: int  # tokens at a time
     prefix: Prefix | None = None
     done: int = 0  # tokens
@@ -41,6 +43,10 @@ class _Prefill:
     @property
     def is_over(self) -> bool:
         return self.done == len(self.prompt)
+
+    def is_of(self, request: Request) -> bool:
+        """Whether a request may share it."""
+        return self.group_id == request.group_id and np.array_equal(self.prompt, request.prompt)
 
 
 class Sampler:
@@ -50,7 +56,7 @@ class Sampler:
       engine: where the device work happens.
       lengths: buckets that recomputed contexts are padded to, and that attention looks at in a decode call. Prompts and what
         environments write may be far shorter: they are padded to powers of two up to the largest bucket.
-      refill_rows: slots filled or recomputed in one device call.
+      refill_rows: slots filled, recomputed or appended to in one device call.
       swap: what a publish does to running contexts.
       prefill_chunk: tokens of a prompt, or of what an environment wrote, that the others wait for at a time.
     """
@@ -72,6 +78,7 @@ class Sampler:
         self._rows: dict[int, Row] = {}  # by slot
         self._slot_of: dict[int, int] = {}  # by request id
         self._prefills: list[_Prefill] = []
+        self._last_prefill: _Prefill | None = None  # that came in whole under this policy
         self._interrupted: set[int] = set()  # request ids whose prompts a publish threw away half-read
         self._paused = False
         self.version = NO_POLICY
@@ -250,7 +257,8 @@ class Sampler:
         pairs = zip(free, admitted, strict=False)
         for _, members in itertools.groupby(pairs, lambda pair: (pair[1][0].group_id, pair[1][0].prompt.tobytes())):
             members = list(members)
-            prompt = members[0][1][0].prompt
+            first = members[0][1][0]
+            prompt = first.prompt
             for slot, (request, submitted) in members:
                 row = Row(request, submitted, prompt.tolist(), self.version, remaining=0, is_stale=False, is_filled=False)
                 row.begin_turn(self._room)
@@ -258,14 +266,22 @@ class Sampler:
             # Once interrupted, a prompt is read in one go: where publishes are frequent, it would never come in.
             is_whole = any(request.request_id in self._interrupted for _, (request, _) in members)
             chunk = len(prompt) if is_whole else self._chunk
-            self._prefills.append(_Prefill([slot for slot, _ in members], prompt, chunk))
+            prefill = _Prefill([slot for slot, _ in members], prompt, first.group_id, chunk)
+            if self._last_prefill is not None and self._last_prefill.is_of(first):
+                prefill = dataclasses.replace(self._last_prefill, slots=prefill.slots)
+            self._prefills.append(prefill)
+        self._advance_prefills()
+
+    def _advance_prefills(self) -> None:
+        """The next chunk of the first long prompt, and all short ones; what is whole goes into its slots."""
         has_advanced = False
         for prefill in list(self._prefills):
-            if len(prefill.prompt) > prefill.chunk:
+            if len(prefill.prompt) > prefill.chunk and not prefill.is_over:
                 if has_advanced:
                     continue
                 has_advanced = True
-            self._prefill_chunk(prefill)
+            if not prefill.is_over:
+                self._prefill_chunk(prefill)
             if prefill.is_over:
                 self._insert(prefill)
 
@@ -281,6 +297,7 @@ class Sampler:
 
     def _insert(self, prefill: _Prefill) -> None:
         self._prefills.remove(prefill)
+        self._last_prefill = prefill
         for slots in self._calls(prefill.slots):
             padded_slots, facts = self._describe(slots)
             self._state = self._engine.insert_group(prefill.prefix, self._state, padded_slots, **facts)
@@ -291,7 +308,7 @@ class Sampler:
     def _requeue_prefills(self) -> None:
         """Half a prompt of an older policy is worth nothing: whoever waits for it goes back to the head of the queue."""
         slots = [slot for prefill in self._prefills for slot in prefill.slots]
-        self._prefills = []
+        self._prefills, self._last_prefill = [], None
         requeued = {}
         for row in (self._rows.pop(slot) for slot in slots):
             del self._slot_of[row.request.request_id]
@@ -333,8 +350,10 @@ class Sampler:
             if row.pending is not None:
                 width = bucket_length(min(len(row.pending), self._chunk), self._short_lengths)
                 by_width.setdefault(width, []).append(slot)
-        for width, slots in sorted(by_width.items()):
-            self._append(slots, width)
+        for width, width_slots in sorted(by_width.items()):
+            are_most = 2 * len(width_slots) > self._engine.max_concurrent_decodes
+            for slots in [width_slots] if are_most else self._calls(width_slots):
+                self._append(slots, width)
 
     def _append(self, slots: list[int], width: int) -> None:
         # One of three programs, not one for each number of rows.
@@ -395,6 +414,7 @@ class Sampler:
         requests = [(Request(**waiting["request"]), waiting["submitted"]) for waiting in state["waiting"]]
         self._waiting = {request.request_id: (request, submitted) for request, submitted in requests}
         self._rows, self._slot_of, self._prefills = {}, {}, []
+        self._last_prefill = None
         self._interrupted = set(state["interrupted"])
         for saved in state["rows"]:
             self._place(saved["slot"], Row.from_state({name: value for name, value in saved.items() if name != "slot"}))

@@ -2,9 +2,10 @@
 
 Two workloads on random weights, sampled with logprobs. *static*: prompts of one length, all slots full, each with the same number
 of new tokens. *ragged*: conversations as agents have them. Prompts come in groups; each of some turns samples a number of tokens
-of its own, then the environment writes. The sampler refills a slot as soon as it is free and goes on from a conversation's cache;
-its static-batch mode, the usual alternative, fills all slots at once, waits for the longest of each turn, and prefills every turn
-again.
+of its own, then the environment writes. The sampler refills a slot as soon as it is free and goes on from a conversation's cache.
+In a run another conversation always waits, so its rate is taken until here none does. Its static-batch mode, the usual
+alternative, fills all slots at once, waits for the longest of each turn, and prefills every turn again; its rate is that of the
+first batch.
 
 The limit is what the matrix products of one token alone would take at the rate that this machine reaches with as many rows,
 measured in the same run, or what reading the weights takes, whichever is longer.
@@ -38,6 +39,8 @@ from rl.sampling import LoadedPolicy
 PROMPT, NEW_TOKENS = 64, 128
 """Of the static workload."""
 RAGGED_PROMPT, GROUP, TURNS, TURN_TOKENS, OBSERVATION = 192, 8, 4, (16, 256), 32
+REFILL_ROWS = 2
+"""Two keep a CPU busy; every row more is padding as a rule."""
 REPEATS = 5
 WARM_ID = 10**8
 """Request ids of what only compiles start here."""
@@ -51,7 +54,7 @@ class Options:
     shape: str = "smollm2_135m"  # or small_3m
     slots: int = 16
     steps_per_call: int = 16
-    conversations: int = 32  # of the ragged workload, a multiple of 8; 0 leaves it out
+    conversations: int = 40  # of the ragged workload: more than slots, and a multiple of 8; 0 leaves it out
     calls: int = 200  # over which resident memory must not grow
     seed: int = 0
 
@@ -69,8 +72,9 @@ def run(options: Options, display: Display) -> dict[str, float | int]:
     """Figures: tokens a second of both workloads and of the ragged one in static batches, their ratios to each other and to the
     limit, what logprobs cost, and how much resident memory grew."""
     check_shape(options.shape)
-    if options.slots < 1 or options.steps_per_call < 1 or options.calls < 0 or options.conversations % GROUP:
-        raise ConfigError(f"wanted at least 1 --slots and 1 --steps-per-call, and --conversations in groups of {GROUP}")
+    if options.slots < 1 or options.steps_per_call < 1 or options.calls < 0 or not _fills(options):
+        raise ConfigError("wanted at least 1 --slots and 1 --steps-per-call, and --conversations for more than all slots, "
+                          f"in groups of {GROUP}")
     display.phase("measuring the machine")
     peak, bandwidth = matrix_peak(options.slots), read_bandwidth()
     display.phase("static workload")
@@ -87,6 +91,11 @@ def run(options: Options, display: Display) -> dict[str, float | int]:
         figures |= _ragged(options, display)
     _show(figures, options, display)
     return figures
+
+
+def _fills(options: Options) -> bool:
+    """Whether there are as many conversations as the ragged workload needs."""
+    return not options.conversations or (options.conversations > options.slots and options.conversations % GROUP == 0)
 
 
 # --- static ---
@@ -183,8 +192,8 @@ def _ragged(options: Options, display: Display) -> dict[str, float]:
     display.phase("ragged: compiling")
     _compile(sampler, length_buckets(room, 4), options)
     rates = {}
-    for name, play in (("ragged", _continuous), ("static_batch", _in_batches)):
-        display.phase(f"{name.replace('_', ' ')}: {len(conversations)} conversations")
+    for name, play in (("ragged", _continuous), ("static_batch", _in_a_batch)):
+        display.phase(name.replace("_", " "))
         before, started = sampler.num_sampled_tokens, time.perf_counter()
         play(sampler, conversations, options)
         rates[name] = (sampler.num_sampled_tokens - before) / (time.perf_counter() - started)
@@ -200,7 +209,7 @@ def _compile(sampler: Sampler, lengths: tuple[int, ...], options: Options) -> No
     request_ids = itertools.count(WARM_ID)
     sizes = {length - 2 * OBSERVATION for length in lengths} | {RAGGED_PROMPT, 500, 1000}
     for size in sorted(size for size in sizes if size < lengths[-1] - 2 * OBSERVATION + 1):
-        for together in (1, 2, options.slots if options.slots > GROUP else 2):
+        for together in range(1, REFILL_ROWS + 1):
             ids = [next(request_ids) for _ in range(together)]
             for request_id in ids:
                 sampler.submit(Request(request_id, size, np.ones(size, np.int32), 1))
@@ -225,11 +234,11 @@ def _observation(index: int, turn: int) -> np.ndarray:
 
 
 def _continuous(sampler: Sampler, conversations: list[Conversation], options: Options) -> None:
-    """Slots refill as they fall free, and a conversation goes on from its cache."""
+    """Slots refill as they fall free, and a conversation goes on from its cache; until none waits."""
     turns_over = dict.fromkeys(range(len(conversations)), 0)
     for index, conversation in enumerate(conversations):
         sampler.submit(Request(index, conversation.group_id, conversation.prompt, conversation.turns[0]))
-    while sampler.num_running or sampler.num_waiting:
+    while sampler.num_waiting:
         for sampled in sampler.step(options.steps_per_call):
             if not sampled.turn_over:
                 continue
@@ -239,30 +248,29 @@ def _continuous(sampler: Sampler, conversations: list[Conversation], options: Op
                 sampler.release(index)
                 continue
             sampler.extend(index, _observation(index, turn), max_turn_tokens=conversations[index].turns[turn])
+    for index in turns_over:
+        sampler.release(index)
 
 
-def _in_batches(sampler: Sampler, conversations: list[Conversation], options: Options) -> None:
+def _in_a_batch(sampler: Sampler, conversations: list[Conversation], options: Options) -> None:
     """As many conversations as slots, turn by turn: all wait for the longest, and each turn is prefilled from its beginning."""
     request_ids = itertools.count(len(conversations))
-    for first in range(0, len(conversations), options.slots):
-        batch = list(enumerate(conversations[first:first + options.slots], first))
-        contexts = {index: conversation.prompt for index, conversation in batch}
-        for turn in range(TURNS):
-            index_of = {}
-            for index, conversation in batch:
-                request_id = next(request_ids)
-                index_of[request_id] = index
-                sampler.submit(Request(request_id, conversation.group_id, contexts[index], conversation.turns[turn]))
-            waiting = set(index_of)
-            while waiting:
-                for sampled in sampler.step(options.steps_per_call):
-                    index = index_of[sampled.request_id]
-                    contexts[index] = np.append(contexts[index], sampled.tokens)
-                    if sampled.turn_over:
-                        waiting.remove(sampled.request_id)
-            for request_id, index in index_of.items():
-                sampler.release(request_id)
-                contexts[index] = np.append(contexts[index], _observation(index, turn + 1))
+    batch = conversations[:options.slots]
+    contexts = [conversation.prompt for conversation in batch]
+    for turn in range(TURNS):
+        index_of = {next(request_ids): index for index in range(len(batch))}
+        for request_id, index in index_of.items():
+            sampler.submit(Request(request_id, batch[index].group_id, contexts[index], batch[index].turns[turn]))
+        waiting = set(index_of)
+        while waiting:
+            for sampled in sampler.step(options.steps_per_call):
+                index = index_of[sampled.request_id]
+                contexts[index] = np.append(contexts[index], sampled.tokens)
+                if sampled.turn_over:
+                    waiting.remove(sampled.request_id)
+        for request_id, index in index_of.items():
+            sampler.release(request_id)
+            contexts[index] = np.append(contexts[index], _observation(index, turn + 1))
 
 
 # --- rooms ---
@@ -276,7 +284,7 @@ def _model(options: Options, room: int) -> tuple[Model, Params]:
 def _sampler(model: Model, options: Options, *, lengths: tuple[int, ...]) -> Sampler:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "tensor"))
     engine = PolicyEngine(model, mesh, slots=options.slots, max_steps=options.steps_per_call, temperature=1.0, seed=options.seed)
-    return Sampler(engine, lengths=lengths, refill_rows=GROUP, swap=Swap.REPREFILL)
+    return Sampler(engine, lengths=lengths, refill_rows=REFILL_ROWS, swap=Swap.REPREFILL)
 
 
 def _show(figures: dict[str, float | int], options: Options, display: Display) -> None:

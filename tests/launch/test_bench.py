@@ -37,6 +37,8 @@ def test_names_and_help(capsys):
         (["losses", "--shape", "huge"], ["--shape is 'huge'", "smollm2_135m"]),
         (["losses", "--repeats", "0"], ["at least 1 --rows and 1 --repeats"]),
         (["losses", "--shape", "small_3m", "--length", "513"], ["--length of 2 to 512"]),
+        (["sampler", "--conversations", "16"], ["--conversations for more than all slots", "groups of 8"]),
+        (["sampler", "--conversations", "20"], ["--conversations for more than all slots", "groups of 8"]),
     ],
 )
 def test_what_cannot_be_run_is_refused(capsys, arguments, words):

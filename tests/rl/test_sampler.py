@@ -278,6 +278,24 @@ def test_a_group_larger_than_a_device_call_still_shares_it(engine, monkeypatch):
     assert len({tuple(log.tokens(i)) for i in range(3)}) == 3
 
 
+def test_who_gets_a_slot_later_shares_the_prefill_of_its_group_and_policy(engine, monkeypatch):
+    prefills = count_calls(monkeypatch, engine, "prefill")
+    sampler = make_sampler(engine)
+    requests = [request(i, group_id=0, max_turn_tokens=3) for i in range(6)]
+    log = Log(sampler, requests)
+    for r in requests:
+        sampler.submit(r)
+    log.step(3)
+    sampler.release(0)
+    log.step(3)
+    assert log.tokens(4) and len(prefills) == 1
+    sampler.publish(1, params_of(1))
+    sampler.release(1)
+    log.step(3)
+    assert log.versions(5) == [1] * 3 and len(prefills) == 2
+    assert max(log.gaps().values()) < 1e-4
+
+
 @pytest.mark.parametrize("different", [{"group_id": 1}, {"prompt": [1, 2, 4]}])
 def test_another_group_or_prompt_is_another_prefill(engine, monkeypatch, different):
     prefills = count_calls(monkeypatch, engine, "prefill")

@@ -10,22 +10,21 @@ from models.transformer import outputs_first_product
 
 MATRIX = (2048, 2048)
 """Large enough to be read from memory, in a chain as in a decoder."""
-PRODUCTS = 12
 REPEATS = 10
 MIB = 2**20
 
 
-def matrix_peak(rows: int) -> float:
+def matrix_peak(rows: int, products: int = 12) -> float:
     """Operations a second of matrix products with so many rows, one after the other: the best of three layouts."""
     outputs, inputs = MATRIX
-    keys = jax.random.split(jax.random.key(0), PRODUCTS)
+    keys = jax.random.split(jax.random.key(0), products)
     kernels = [jax.random.normal(key, MATRIX) * inputs**-0.5 for key in keys]
     layouts = {
         "inputs first": (lambda x, kernel: x @ kernel, [kernel.T.copy() for kernel in kernels]),
         "outputs first": (lambda x, kernel: x @ kernel.T, kernels),
         "rows as columns": (lambda x, kernel: outputs_first_product(kernel, x, 1), kernels),
     }
-    return max(2 * rows * outputs * inputs * PRODUCTS / _chain_seconds(multiply, kernels, rows)
+    return max(2 * rows * outputs * inputs * products / _chain_seconds(multiply, kernels, rows)
                for multiply, kernels in layouts.values())
 
 

@@ -7,8 +7,8 @@ In a run another conversation always waits, so its rate is taken until here none
 alternative, fills all slots at once, waits for the longest of each turn, and prefills every turn again; its rate is that of the
 first batch.
 
-The limit is what the matrix products of one token alone would take at the rate that this machine reaches with as many rows,
-measured in the same run, or what reading the weights takes, whichever is longer.
+The limit is what the matrix products alone would take at the rates that this machine reaches, measured in the same run: those of
+a decode step with as many rows as slots, or reading the weights if that takes longer, and those of all prompts, a row a token.
 """
 
 import dataclasses
@@ -76,17 +76,10 @@ def run(options: Options, display: Display) -> dict[str, float | int]:
         raise ConfigError("wanted at least 1 --slots and 1 --steps-per-call, and --conversations for more than all slots, "
                           f"in groups of {GROUP}")
     display.phase("measuring the machine")
-    peak, bandwidth = matrix_peak(options.slots), read_bandwidth()
+    limit = _limit(options)
     display.phase("static workload")
-    figures = _static(options, display)
-    params = figures["params"]
-    seconds = max(2 * params * options.slots / peak, 4 * params / bandwidth)  # of a decode step at the limit
-    figures |= {
-        "matrix_gflops": peak / 1e9,
-        "read_gb_per_second": bandwidth / 1e9,
-        "limit_tokens_per_second": options.slots / seconds,
-        "fraction_of_limit": figures["static_tokens_per_second"] * seconds / options.slots,
-    }
+    figures = limit | _static(options, display)
+    figures["fraction_of_limit"] = figures["static_tokens_per_second"] / figures["limit_tokens_per_second"]
     if options.conversations:
         figures |= _ragged(options, display)
     _show(figures, options, display)
@@ -98,17 +91,33 @@ def _fills(options: Options) -> bool:
     return not options.conversations or (options.conversations > options.slots and options.conversations % GROUP == 0)
 
 
+def _limit(options: Options) -> dict[str, float | int]:
+    """Of the static workload, and what it is made of."""
+    config = SHAPES[options.shape]
+    params = sum(leaf.size for leaf in jax.tree.leaves(Model(config).shapes))
+    in_blocks = params - config.padded_vocab_size * config.d_model  # a prompt's logits are wanted at its end alone
+    prompts = options.slots * PROMPT
+    peak, prompt_peak, bandwidth = matrix_peak(options.slots), matrix_peak(prompts, products=2), read_bandwidth()
+    step_seconds = max(2 * params * options.slots / peak, 4 * params / bandwidth)
+    seconds = NEW_TOKENS * step_seconds + 2 * in_blocks * prompts / prompt_peak
+    return {
+        "params": params,
+        "slots": options.slots,
+        "matrix_gflops": peak / 1e9,
+        "prompt_matrix_gflops": prompt_peak / 1e9,
+        "read_gb_per_second": bandwidth / 1e9,
+        "decode_limit_tokens_per_second": options.slots / step_seconds,
+        "limit_tokens_per_second": options.slots * NEW_TOKENS / seconds,
+    }
+
+
 # --- static ---
 
 
 def _static(options: Options, display: Display) -> dict[str, float | int]:
     rng = np.random.default_rng(options.seed)
     model, params = _model(options, PROMPT + NEW_TOKENS)
-    figures = {
-        "params": sum(leaf.size for leaf in jax.tree.leaves(model.shapes)),
-        "slots": options.slots,
-        "logprobs_overhead": _logprobs_overhead(model, params, options),
-    }
+    figures = {"logprobs_overhead": _logprobs_overhead(model, params, options)}
     sampler = _sampler(model, options, lengths=(PROMPT + NEW_TOKENS,))
     sampler.publish(0, params)
     del params
@@ -293,8 +302,10 @@ def _show(figures: dict[str, float | int], options: Options, display: Display) -
         ("slots", f"{options.slots}"),
         (f"static: {PROMPT} tokens of prompt, {NEW_TOKENS} new", f"{figures['static_tokens_per_second']:.1f} tokens/s"),
         ("the machine's limit", f"{figures['limit_tokens_per_second']:.1f} tokens/s"),
+        ("without prompts", f"{figures['decode_limit_tokens_per_second']:.1f} tokens/s"),
         ("share of it", f"{figures['fraction_of_limit']:.2f}"),
         (f"matrix products of {options.slots} rows", f"{figures['matrix_gflops']:.1f} GFLOP/s"),
+        (f"matrix products of {options.slots * PROMPT} rows", f"{figures['prompt_matrix_gflops']:.1f} GFLOP/s"),
         ("reading", f"{figures['read_gb_per_second']:.1f} GB/s"),
         ("logprobs", f"{figures['logprobs_overhead']:+.1%} of a call"),
     ]

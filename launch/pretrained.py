@@ -70,14 +70,11 @@ def check_context(options: PretrainedOptions, model: ModelConfig, environment: E
       ValueError: so it is, or there is no way to talk.
     """
     frame = len(conversation_of(options, model.vocab_size, environment.stop).first(""))
-    if options.model_path is not None:
-        wanted, episode = frame + (options.turn_tokens or environment.max_turn_tokens), "an episode without a word in it takes"
-    elif options.turn_tokens is None:
-        wanted, episode = frame - 1 + environment.max_episode_tokens, "an episode may take"
-    else:
-        raise ValueError(
-            f"--turn-tokens is {options.turn_tokens} without --model-path: of bytes, the environment knows how many it takes"
-        )
+    turn = options.turn_tokens or environment.max_turn_tokens
+    wanted, episode = frame + turn, "an episode without a word in it takes"
+    if options.model_path is None:
+        longer_turns = environment.max_turns * (turn - environment.max_turn_tokens)
+        wanted, episode = frame - 1 + environment.max_episode_tokens + longer_turns, "an episode may take"
     if wanted > model.max_length:
         raise ValueError(
             f"--model.max-length is {model.max_length}, but {episode} {wanted} tokens; raise it, or shorten the episode"

@@ -12,10 +12,12 @@ rows of 4,096 tokens in 4 microbatches, and 11.5 GiB without microbatches: the l
 (1.1 GiB for each row of a chip), attention logits in float32 (0.5 GiB, twice), the gradient of the head before it is divided
 (0.6 GiB). The sampler's weights are divided over the four chips of a process (3.8 GiB), and three times there while a new policy
 arrives.
-Weights are random and the arithmetic environment is a placeholder: only shapes matter here.
+The plan wants no weights. The task is one of reasoning-gym's, with room to think before the answer: choose your own by
+--reasoning-gym.task.
 """
 
 from launch.config import Config, MeshOptions, SamplerOptions, SnapshotOptions
+from launch.pretrained import PretrainedOptions
 from models.config import ModelConfig, Precision
 from rl.environments import EnvironmentName
 from rl.learner import OptimizerOptions, StepOptions
@@ -39,7 +41,8 @@ def config() -> Config:
             tied_embeddings=False,
             compute_dtype=Precision.BFLOAT16,
         ),
-        environment=EnvironmentName.ARITHMETIC,
+        pretrained=PretrainedOptions(turn_tokens=3072),
+        environment=EnvironmentName.REASONING_GYM,
         mesh=MeshOptions(fsdp=-1, tensor=4),
         warm_start=WarmStartOptions(updates=0),
         optimizer=OptimizerOptions(learning_rate=1e-6),

@@ -182,16 +182,13 @@ def test_contexts_that_the_model_or_a_turn_does_not_fit_are_refused(tmp_path, ca
     assert all(word in error for word in words), error
 
 
-def test_a_turn_of_bytes_has_its_length_from_the_environment(tmp_path, capsys):
-    assert train.main(["--turn-tokens", "3", "--run-dir", str(tmp_path / "run")]) == 2
-    assert "--turn-tokens is 3 without --model-path" in capsys.readouterr().err
-
-
-def test_a_system_text_needs_room_among_bytes():
+def test_a_system_text_and_longer_turns_need_room_among_bytes():
+    """An episode of 85 tokens, in 12 turns of one."""
     config = load_config("quickstart")
     check(dataclasses.replace(config, pretrained=PretrainedOptions(system="abc")))
-    with pytest.raises(ValueError, match="--model.max-length is 88, but an episode may take 89 tokens"):
-        check(dataclasses.replace(config, pretrained=PretrainedOptions(system="abcd")))
+    for options, length in ((PretrainedOptions(system="abcd"), 89), (PretrainedOptions(turn_tokens=2), 97)):
+        with pytest.raises(ValueError, match=f"--model.max-length is 88, but an episode may take {length} tokens"):
+            check(dataclasses.replace(config, pretrained=options))
 
 
 def test_the_run_chooses_only_the_free_fields(model):

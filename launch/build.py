@@ -232,7 +232,7 @@ class Foundation:
             "top_p": options.top_p,
         }
 
-    @property
+    @functools.cached_property
     def conversation(self) -> Conversation:
         """How policy and environment talk."""
         stop = self.config.make_environment(Split.TRAIN).stop

@@ -15,7 +15,7 @@ from typing import TypeVar
 import tyro
 
 import launch.configs
-from launch.pretrained import PretrainedOptions, check_context, with_shape
+from launch.pretrained import PretrainedOptions, check_context, check_weights, resolved, with_shape
 from models.config import ModelConfig, Precision
 from rl.budget import GIB, RingOptions
 from rl.environments import (
@@ -254,7 +254,8 @@ def parse_options(
         f"its own, which are shown below: those of NAME with {OBJECTIVE} NAME --help.",
         config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
     )
-    return dataclasses.replace(options, model=with_shape(options.model, options.pretrained))
+    pretrained = resolved(options.pretrained)
+    return dataclasses.replace(options, pretrained=pretrained, model=with_shape(options.model, pretrained, default.model))
 
 
 def check(config: Config) -> None:
@@ -274,6 +275,7 @@ def check(config: Config) -> None:
             f"--temperature is {config.sampler.temperature}, wanted more than 0: greedy tokens have no ratio to train on"
         )
     environment = config.make_environment(Split.TRAIN)
+    check_weights(config.pretrained, config.model)
     check_context(config.pretrained, config.model, environment)
     if config.warm_start.updates and not environment.has_expert:
         raise ConfigError(f"{config.environment.value} has no expert to warm-start from; set --warm-start.updates 0")

@@ -5,19 +5,21 @@
 
 import dataclasses
 import pathlib
-import shutil
 import sys
 from typing import Annotated
 
+import jax
 import tyro
 
 from launch import run_directory
-from launch.build import Foundation
-from launch.config import ConfigError
+from launch.config import ConfigError, MeshOptions
 from launch.evaluate import choose_version
+from launch.mesh import make_mesh
 from models.pretrained import locate, read_raw
-from models.text_files import TEXT_FILES
+from models.text_files import read_text_files, write_text_files
+from models.transformer import Model
 from models.weights import export_folder
+from rl.learner import published_shapes
 from rl.snapshot_store import SnapshotStore
 
 
@@ -33,22 +35,23 @@ class ExportOptions:
 def main(arguments: list[str]) -> int:
     options = tyro.cli(ExportOptions, args=arguments, prog="python -m launch.export", description=__doc__)
     try:
-        version, text_files = export(options)
-    except ValueError as error:
+        version = export(options)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.folder}: version {version}, with {', '.join(text_files) or 'no tokenizer: it is in the GGUF file'}")
+    print(f"{options.folder}: version {version}")
     return 0
 
 
-def export(options: ExportOptions) -> tuple[int, list[str]]:
-    """Writes the folder.
+def export(options: ExportOptions) -> int:
+    """Writes the folder: weights, and the texts of the model that the run began with.
 
     Returns:
-      The version, and the names of the files about text that were copied.
+      The version.
 
     Raises:
       ValueError: no such run or version, a run that began with no pretrained model, or a folder with something in it.
+      OSError: the folder cannot be written.
     """
     config = run_directory.read_config(options.run_dir)
     if config.pretrained.model_path is None:
@@ -57,14 +60,15 @@ def export(options: ExportOptions) -> tuple[int, list[str]]:
             "config of the model that it began with"
         )
     source = locate(config.pretrained.model_path)
+    texts = read_text_files(source, vocab_size=config.model.vocab_size)
     store = SnapshotStore(options.run_dir / "snapshots")
     version = choose_version(store.versions(), options.run_dir, options.version)
-    params = store.load(version, like=Foundation.of(config).published_shapes)
-    export_folder(options.folder, params, config.model, read_raw(source))
-    names = [name for name in TEXT_FILES if source.is_dir() and (source / name).is_file()]
-    for name in names:
-        shutil.copyfile(source / name, options.folder / name)
-    return version, names
+    # One device holds it whole, however many the run had.
+    mesh = make_mesh(MeshOptions(), jax.devices()[:1])
+    shapes = published_shapes(Model(config.model), mesh, config.snapshots.publish_dtype)
+    export_folder(options.folder, store.load(version, like=shapes), config.model, read_raw(source))
+    write_text_files(options.folder, texts)
+    return version
 
 
 if __name__ == "__main__":

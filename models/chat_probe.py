@@ -43,8 +43,12 @@ def reply_text(template: ChatTemplate, content: str) -> str:
     return template.render(_messages(USER, TURN, content)).partition(TURN)[2]
 
 
-def probe(files: TextFiles) -> ChatReport:
+def probe(files: TextFiles, *, has_system_text: bool) -> ChatReport:
     """Renders a few conversations and compares them.
+
+    Args:
+      files: of the model.
+      has_system_text: whether there will be one, which leaves a template no place for words of its own.
 
     Raises:
       ValueError: the template cannot be used for a context that only grows, or nothing would end a turn.
@@ -65,7 +69,7 @@ def probe(files: TextFiles) -> ChatReport:
                             f"with {_shown(closing)}; set eos_token_id in generation_config.json")
     has_system_role = _has_system_role(template)
     notes = [*_notes_on_stopping(closing, closing_token, files), *_notes_on_history(template, tokenizer, has_system_role),
-             *_notes_on_contents(template, tokenizer, closing, has_system_role)]
+             *_notes_on_contents(template, tokenizer, closing, has_system_role, has_system_text)]
     return ChatReport(has_system_role, closing_token, stop_tokens, tuple(f"the chat template {note}" for note in notes))
 
 
@@ -109,7 +113,8 @@ def _notes_on_history(template: ChatTemplate, tokenizer: SubwordTokenizer, has_s
             yield "has other ids for a whole conversation than for its parts; the context is made of the parts"
 
 
-def _notes_on_contents(template: ChatTemplate, tokenizer: SubwordTokenizer, closing: str, has_system_role: bool) -> Iterator[str]:
+def _notes_on_contents(template: ChatTemplate, tokenizer: SubwordTokenizer, closing: str, has_system_role: bool,
+                       has_system_text: bool) -> Iterator[str]:
     """What a message loses, and what is said that nobody has said."""
     spaced = _SPACE + USER + _SPACE
     if spaced not in template.render(_messages(spaced)):
@@ -120,7 +125,7 @@ def _notes_on_contents(template: ChatTemplate, tokenizer: SubwordTokenizer, clos
     beginning, _ = _split_at(USER, template.render(_messages(USER)))
     first, later = tokenizer.encode(beginning).tolist(), tokenizer.encode(closing).tolist()
     own = first[: len(first) - len(os.path.commonprefix([first[::-1], later[::-1]]))]
-    if any(token not in tokenizer.special_names for token in own):
+    if not (has_system_text and has_system_role) and any(token not in tokenizer.special_names for token in own):
         yield f"opens with words of its own where there is no system text: {_shown(beginning)}"
     if template.asked_for_date:
         yield f"asks for the day; it is told {TODAY.isoformat()}, always"

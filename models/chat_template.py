@@ -49,7 +49,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         self._asked_for_date = False
-        self._special_tokens = special_tokens
+        self.source, self.special_tokens = source, special_tokens
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock])
         for name in _REMOVED_FILTERS:
             del environment.filters[name]
@@ -75,7 +75,7 @@ class ChatTemplate:
           TemplateError: the template refuses them, or fails, or grows beyond all bounds.
         """
         values = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt,
-                  "tools": None, "documents": None, **self._special_tokens, _COUNTER: itertools.count(1)}
+                  "tools": None, "documents": None, **self.special_tokens, _COUNTER: itertools.count(1)}
         pieces, length = [], 0
         try:
             for piece in self._template.generate(values):

@@ -18,7 +18,8 @@ from models.chat_template import TemplateError
 from models.text_files import TextFiles, read_text_files
 from models.tokenizer import ByteTokenizer, Tokenizer
 
-_END_OF_THOUGHT = "</think>"
+_THOUGHT = re.compile(r".*</think>\n*|<think>.*", re.DOTALL)
+"""What a turn holds beside its words: thoughts up to the last end of one, and one that was cut."""
 _MARKS = range(0xF0000, 0x110000)  # characters without a meaning, one of which a text lacks
 
 
@@ -53,7 +54,7 @@ class Conversation(abc.ABC):
 
     @abc.abstractmethod
     def answer(self, turn: np.ndarray) -> str:
-        """What the environment reads of one turn of the policy, whose tokens are int32 [T]: not its thoughts."""
+        """What the environment reads of one turn of the policy, whose tokens are int32 [T]: not a chat model's thoughts."""
 
     @abc.abstractmethod
     def turn(self, answer: str) -> np.ndarray:
@@ -106,7 +107,7 @@ class ChatConversation(Conversation):
         self.tokenizer = files.tokenizer
         self._template, self._stop, self._system = files.template, stop, system
         self._special_names = re.compile("|".join(map(re.escape, self.tokenizer.special_names.values())) or "(?!)")
-        report = probe(files)
+        report = probe(files, has_system_text=system is not None)
         self._has_system_role = report.has_system_role
         self._closing_token = report.closing_token
         self.stop_tokens = report.stop_tokens
@@ -130,8 +131,7 @@ class ChatConversation(Conversation):
     def answer(self, turn: np.ndarray) -> str:
         has_ended = len(turn) and turn[-1] in self.stop_tokens
         said = self.tokenizer.decode(turn[:-1] if has_ended else turn)
-        _, thought, spoken = said.rpartition(_END_OF_THOUGHT)
-        return (spoken.lstrip("\n") if thought else said) + (self._stop or "" if has_ended else "")
+        return _THOUGHT.sub("", said) + (self._stop or "" if has_ended else "")
 
     def turn(self, answer: str) -> np.ndarray:
         mark = _unused_character(answer)
@@ -164,7 +164,8 @@ def read_conversation(path: pathlib.Path | None, *, vocab_size: int, stop: str |
         except TemplateError as error:
             raise TemplateError(f"{path}: {error}") from error
     if vocab_size < ByteTokenizer.vocab_size:
-        raise ValueError(f"the model's vocabulary has {vocab_size} ids, wanted at least {ByteTokenizer.vocab_size} for bytes")
+        raise ValueError(f"the model's vocabulary has {vocab_size} ids, wanted at least {ByteTokenizer.vocab_size} for bytes; "
+                         "raise --model.vocab-size, or name a pretrained model by --model-path")
     return ByteConversation(stop, system)
 
 

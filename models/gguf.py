@@ -117,7 +117,8 @@ class GgufFile:
         field = self._reader.get_field(name)
         value = None if field is None else field.contents()
         # Written with 32 bits: 1e-5 must not come back as 9.999999747e-06.
-        return float(str(np.float32(value))) if isinstance(value, float) else value
+        is_short = value is not None and field.types == [gguf.GGUFValueType.FLOAT32]
+        return float(str(np.float32(value))) if is_short else value
 
 
 def import_gguf(file: GgufFile, config: ModelConfig, *, precision: Precision, shardings: Params | None = None) -> Params:

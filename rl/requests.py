@@ -40,7 +40,7 @@ class Request:
             raise ValueError(f"request {self.request_id} has an empty prompt; wanted at least one token to sample after")
         if self.max_turn_tokens < 1:
             raise ValueError(f"request {self.request_id} may sample {self.max_turn_tokens} tokens a turn, wanted at least 1; "
-                             "look at the environment's max_turn_tokens")
+                             "look at --turn-tokens or the environment's max_turn_tokens")
         for name in ("max_tokens", "deadline"):
             limit = getattr(self, name)
             if limit is not None and limit < 1:

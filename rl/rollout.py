@@ -200,7 +200,8 @@ class Rollouts:
         except TemplateError as error:
             return Failure(Fault.INVALID, f"a first observation that the chat template refuses: {error}")
         if len(prompt) >= self._max_length:
-            return Failure(Fault.OVERSIZED, f"a first prompt of {len(prompt)} tokens, wanted less than {self._max_length}")
+            return Failure(Fault.OVERSIZED, f"a first prompt of {len(prompt)} tokens, wanted less than {self._max_length}; "
+                                            "raise --model.max-length, or shorten what is said first")
         return prompt
 
     def _answer(self, episodes: list[_Episode]) -> list[Trajectory]:

@@ -4,8 +4,8 @@ A request waits, gets a slot, and keeps it for its whole episode: turn after tur
 goes on from where it was. `step` makes one device call of several decode steps and hands out what was sampled, each token with
 its logprob and its version. A `publish` may come between any two steps; what it does to the running contexts is `Swap`.
 
-A prompt that is longer than a chunk is prefilled a chunk a step, while the others decode. A group shares it: the last one is
-kept for those of its group who get their slots later.
+A prompt that is longer than a chunk is prefilled a chunk a step, while the others decode. A group shares it, and the last one is
+kept as long as others of its group wait for a slot.
 
 Rows remember their contexts on the host. A row whose cache does not belong to the present policy, or was never there, is
 *stale*: the next step recomputes it. That is how a publish with `REPREFILL`, and a restored sampler, get their caches back.
@@ -56,7 +56,7 @@ class Sampler:
       engine: where the device work happens.
       lengths: buckets that recomputed contexts are padded to, and that attention looks at in a decode call. Prompts and what
         environments write may be far shorter: they are padded to powers of two up to the largest bucket.
-      refill_rows: slots filled, recomputed or appended to in one device call.
+      refill_rows: slots filled, recomputed or appended to in one device call; where most want something appended, it is all.
       swap: what a publish does to running contexts.
       prefill_chunk: tokens of a prompt, or of what an environment wrote, that the others wait for at a time.
     """
@@ -257,20 +257,26 @@ class Sampler:
         pairs = zip(free, admitted, strict=False)
         for _, members in itertools.groupby(pairs, lambda pair: (pair[1][0].group_id, pair[1][0].prompt.tobytes())):
             members = list(members)
-            first = members[0][1][0]
-            prompt = first.prompt
             for slot, (request, submitted) in members:
-                row = Row(request, submitted, prompt.tolist(), self.version, remaining=0, is_stale=False, is_filled=False)
+                row = Row(request, submitted, request.prompt.tolist(), self.version, remaining=0, is_stale=False, is_filled=False)
                 row.begin_turn(self._room)
                 self._place(slot, row)
-            # Once interrupted, a prompt is read in one go: where publishes are frequent, it would never come in.
-            is_whole = any(request.request_id in self._interrupted for _, (request, _) in members)
-            chunk = len(prompt) if is_whole else self._chunk
-            prefill = _Prefill([slot for slot, _ in members], prompt, first.group_id, chunk)
-            if self._last_prefill is not None and self._last_prefill.is_of(first):
-                prefill = dataclasses.replace(self._last_prefill, slots=prefill.slots)
-            self._prefills.append(prefill)
+            self._prefill_for([slot for slot, _ in members], [request for _, (request, _) in members])
         self._advance_prefills()
+
+    def _prefill_for(self, slots: list[int], requests: list[Request]) -> None:
+        """A prefill for requests of one group and prompt: one under way, the last one again, or a new one."""
+        first = requests[0]
+        under_way = next((prefill for prefill in self._prefills if prefill.is_of(first)), None)
+        if under_way is not None:
+            under_way.slots += slots
+        elif self._last_prefill is not None and self._last_prefill.is_of(first):
+            self._prefills.append(dataclasses.replace(self._last_prefill, slots=slots))
+        else:
+            # Once interrupted, a prompt is read in one go: where publishes are frequent, it would never come in.
+            is_whole = any(request.request_id in self._interrupted for request in requests)
+            chunk = len(first.prompt) if is_whole else self._chunk
+            self._prefills.append(_Prefill(slots, first.prompt, first.group_id, chunk))
 
     def _advance_prefills(self) -> None:
         """The next chunk of the first long prompt, and all short ones; what is whole goes into its slots."""
@@ -297,7 +303,8 @@ class Sampler:
 
     def _insert(self, prefill: _Prefill) -> None:
         self._prefills.remove(prefill)
-        self._last_prefill = prefill
+        is_wanted = any(prefill.is_of(request) for request, _ in self._waiting.values())
+        self._last_prefill = prefill if is_wanted else None
         for slots in self._calls(prefill.slots):
             padded_slots, facts = self._describe(slots)
             self._state = self._engine.insert_group(prefill.prefix, self._state, padded_slots, **facts)

@@ -47,9 +47,10 @@ class Environment(abc.ABC):
     """One episode at a time. A family implements the four hooks at the end and sets the attributes below.
 
     Attributes:
-      stop: the text of the one token that ends a turn of the policy, or None where only `max_turn_tokens` ends it.
+      stop: the text that ends a turn of the policy, one token of bytes, or None where only the number of tokens ends it. A chat
+        model ends its turn in its own way, which an environment reads as this text.
       max_turns: turns of the policy in one episode, at most.
-      max_turn_tokens: bytes the policy may write in one turn, `stop` included.
+      max_turn_tokens: bytes the policy may write in one turn, `stop` included; of a chat model tokens, by default.
       max_observation_tokens: bytes of the longest observation.
       has_expert: whether `expert` works.
     """
@@ -88,7 +89,7 @@ class Environment(abc.ABC):
         """Takes one turn of the policy.
 
         Args:
-          action: the text of all tokens of the turn, `stop` included if the policy wrote it.
+          action: what the policy wrote, `stop` included if it ended its turn.
 
         Raises:
           EpisodeError: before `reset`, or after a step that was done.

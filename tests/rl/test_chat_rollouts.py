@@ -53,6 +53,17 @@ def test_thoughts_are_trained_and_not_heard(tmp_path):
     assert environment.heard[0] == "no"
 
 
+@pytest.mark.parametrize(("said", "heard"), [
+    ("<think>\nIt is 42", ""), ("so</think>no", "no"), ("<think>a</think>\n\n<think>b</think>no", "no"),
+    ("<think>a</think>no<think>\n42", "no"), ("a < think", "a < think"),
+])  # fmt: skip
+def test_a_thought_is_never_heard_cut_or_whole(tmp_path, said, heard):
+    conversation = conversation_of(tmp_path, stop="\n")
+    turn = conversation.tokenizer.encode(said)
+    assert conversation.answer(turn) == heard
+    assert conversation.answer(np.append(turn, chat.IM_END)) == heard + "\n"
+
+
 def test_a_cut_turn_is_closed_before_the_reply(tmp_path):
     conversation = conversation_of(tmp_path)
     sampler, _, _ = play(conversation, [50, 51], conversation.tokenizer.encode("!"))

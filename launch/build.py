@@ -10,10 +10,10 @@ import jax
 from launch import run_directory
 from launch.config import Config, ConfigError
 from launch.mesh import by_process, check_threads, make_mesh, make_sampler_mesh, make_scorer_mesh, make_serving_mesh
-from launch.pretrained import conversation_of
+from launch.pretrained import conversation_of, locate
 from models.config import ModelConfig, Precision
 from models.conversation import Conversation
-from models.pretrained import import_params, locate
+from models.pretrained import import_params
 from models.sharding import DECODE_RULES, RULES, check_rows, num_batch_shards, parameter_shardings
 from models.transformer import Model, Params
 from rl import processes

@@ -15,7 +15,8 @@ from launch import run_directory
 from launch.config import ConfigError, MeshOptions
 from launch.evaluate import choose_version
 from launch.mesh import make_mesh
-from models.pretrained import locate, read_raw
+from launch.pretrained import locate
+from models.pretrained import read_raw
 from models.text_files import read_text_files, write_text_files
 from models.transformer import Model
 from models.weights import export_folder

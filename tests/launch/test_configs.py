@@ -5,7 +5,7 @@ import pytest
 
 from launch.build import Foundation
 from launch.config import ConfigError, check, config_names, load_config, parse
-from models.pretrained import locate
+from launch.pretrained import locate
 from rl.environments import EnvironmentName
 
 SIZES = {"qwen3_0_6b": 0.596e9, "qwen3_4b": 4.02e9, "qwen3_8b": 8.19e9, "smollm2_135m": 134.5e6}

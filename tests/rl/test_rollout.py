@@ -260,7 +260,7 @@ def test_cancel_returns_what_there_is():
 
 def test_partial_is_a_look_at_what_is_under_way():
     _, rollouts = play({0: [say("x"), say("!")], 1: [say("!")]})
-    assert [(len(t), t.reward) for t in rollouts.partial()] == [(1, None)] * 2  # the start token; nothing was asked for yet
+    assert [(len(t), t.reward) for t in rollouts.partial()] == [(0, None)] * 2  # nothing was asked for yet
     rollouts.step(1)
     [trajectory] = rollouts.partial()
     assert trajectory.request_id == 0 and len(trajectory) == 11 and not trajectory.loss_mask[-1]

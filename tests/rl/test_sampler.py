@@ -296,23 +296,6 @@ def test_who_gets_a_slot_later_shares_the_prefill_of_its_group_and_policy(engine
     assert max(log.gaps().values()) < 1e-4
 
 
-def test_who_comes_while_the_prompt_is_being_read_shares_it_too(engine, monkeypatch):
-    prefills = count_calls(monkeypatch, engine, "prefill")
-    sampler = Sampler(engine, lengths=(16, 32), refill_rows=2, swap=Swap.REPREFILL, prefill_chunk=3)
-    sampler.publish(0, params_of(0))
-    prompt = np.arange(1, 13)  # four chunks
-    requests = [request(i, prompt, group_id=0, max_turn_tokens=3) for i in range(3)]
-    log = Log(sampler, requests)
-    for r in requests:
-        sampler.submit(r)
-        log.step(1)
-    log.step(1)
-    log.step(3)
-    assert len(prefills) == 4 and sampler.num_prefilled_tokens == 12
-    assert all(log.tokens(i) for i in range(3))
-    assert max(log.gaps().values()) < 1e-4
-
-
 def test_a_prefill_is_kept_only_for_those_who_wait(engine):
     sampler = make_sampler(engine)
     for i in range(5):  # one more than slots

@@ -136,7 +136,7 @@ def engine():
 
 
 @pytest.mark.parametrize(("num_requests", "swap", "prefill_chunk"), [
-    (40, Swap.REPREFILL, 8),
+    (100, Swap.REPREFILL, 8),
     pytest.param(10_000, Swap.REPREFILL, 8, marks=pytest.mark.slow),
     pytest.param(1000, Swap.KEEP_KV, None, marks=pytest.mark.slow),
 ])

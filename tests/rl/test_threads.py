@@ -67,6 +67,7 @@ def test_another_order_is_another_run(tmp_path):
         assert_same_weights(*loops)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_the_middle_is_part_of_the_order_and_a_run_goes_on_from_it(tmp_path):
     loop, threads = threaded(tmp_path / "threads")
     threads.run(4)

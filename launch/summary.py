@@ -69,15 +69,8 @@ def tables(summary: dict) -> list[Table]:
                 ("old logprobs", summary["old_logprobs"]),
                 ("replay on this platform", f"{summary['exactness']['replay']} ({summary['exactness']['platform']})"),
                 ("ring replay against live scores", compared),
+                ("tokens a second: sampled, replayed, trained", "; ".join(map(rate, ("sampling", "replay", "training")))),
                 ("seconds", f"{summary['seconds']:.0f}"),
-            ],
-        ),
-        (
-            "tokens a second",
-            [
-                ("sampled, environments and all", rate("sampling")),
-                ("replayed for their old logprobs", rate("replay")),
-                ("trained, prompts included", rate("training")),
             ],
         ),
     ]

@@ -22,6 +22,14 @@ def golden_model(name: str):
     return config, import_folder(folder, config, precision=Precision.FLOAT32), dict(np.load(folder / "golden.npz"))
 
 
+def assert_equal_but_for_rounding(found: np.ndarray, expected: np.ndarray) -> None:
+    """Logits of float32 within 1e-5; in proportion where the largest exceeds 8, from where on float32 has steps of 1e-6.
+
+    Some of the models have logits of 18, and another order of summation moves these by more than 1e-5.
+    """
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * max(1.0, np.abs(expected).max() / 8))
+
+
 def assert_same(first, second) -> None:
     """Two trees, bit by bit."""
     assert jax.tree.structure(first) == jax.tree.structure(second)

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from models import decode
+from models import decode, sharding
 from models.attention import attention
 from models.config import ModelConfig, Precision, RopeScaling
 from models.parameters import Declaration, draw
 from models.transformer import MASKED_LOGIT, Model, rotate
 from rl.logprobs import score
-from tests.golden_models import FOLDERS, golden_model
+from tests.golden_models import FOLDERS, assert_equal_but_for_rounding, golden_model
 
 TINY = ModelConfig(vocab_size=11, num_layers=1, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=4, max_length=8,
                    tied_embeddings=False)
@@ -94,10 +95,19 @@ def test_decoding_agrees_with_hugging_face_and_with_the_full_forward(name):
 
     logits, chosen = (np.asarray(array) for array in continue_greedily(params))
     valid = golden["attention_mask"].astype(bool)
-    np.testing.assert_allclose(logits[:, :tokens.shape[1]][valid], scored(name)[0][valid], rtol=1e-5, atol=1e-5)
+    assert_equal_but_for_rounding(logits[:, :tokens.shape[1]][valid], scored(name)[0][valid])
     assert golden["greedy_margin"].min() > 1e-3  # so that rounding decides nowhere
     for row, count in enumerate(counts):
         np.testing.assert_array_equal(chosen[row, count - 1:count - 1 + num_new], golden["greedy_ids"][row])
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_sharded_model_computes_what_an_unsharded_one_does(name):
+    sizes, params, golden = golden_model(name)
+    model, mesh = Model(sizes), Mesh(np.asarray(jax.devices()).reshape(2, 2, 2), sharding.MESH_AXES)
+    sharded = jax.device_put(params, sharding.parameter_shardings(model.axes, model.shapes, mesh))
+    spread = jax.device_put(golden["input_ids"], sharding.batch_sharding(mesh))
+    assert_equal_but_for_rounding(np.asarray(jit_forward(model, sharded, spread)), scored(name)[0])
 
 
 # --- attention ---

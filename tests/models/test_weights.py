@@ -141,17 +141,11 @@ def test_parameters_arrive_on_any_mesh_bit_by_bit(name, placement, monkeypatch):
     assert_same(params, golden_model(name)[1])
 
 
-def test_a_sharded_model_computes_what_an_unsharded_one_does(tmp_path):
-    """And is exported as one."""
-    config, params, golden = golden_model(UNTIED)
-    model, mesh = Model(config), make_mesh(2, 2, 2)
-    shardings = sharding.parameter_shardings(model.axes, model.shapes, mesh)
-    sharded = load(FOLDERS[UNTIED], shardings=shardings)
-    tokens = golden["input_ids"]
-    spread = jax.device_put(tokens, sharding.batch_sharding(mesh))
-    forward = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
-    np.testing.assert_allclose(forward(sharded, spread), forward(params, tokens), rtol=0, atol=1e-5)
-    export_folder(tmp_path / "out", sharded, config, read_config(FOLDERS[UNTIED]))
+def test_a_sharded_model_is_exported_as_one(tmp_path):
+    config, params, _ = golden_model(UNTIED)
+    model = Model(config)
+    shardings = sharding.parameter_shardings(model.axes, model.shapes, make_mesh(2, 2, 2))
+    export_folder(tmp_path / "out", load(FOLDERS[UNTIED], shardings=shardings), config, read_config(FOLDERS[UNTIED]))
     assert_same(load(tmp_path / "out"), params)
 
 

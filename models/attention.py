@@ -14,7 +14,7 @@ PARTS = 16
 
 
 def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_positions: jax.Array,
-              window: jax.Array | int | None = None) -> jax.Array:
+              window: jax.Array | int | None = None, span: int | None = None) -> jax.Array:
     """Causal grouped-query attention; logits and softmax in float32.
 
     One rule serves training, prefill and decoding: the key at index s belongs to position s, and a query at position p sees
@@ -27,43 +27,46 @@ def attention(queries: jax.Array, keys: jax.Array, values: jax.Array, *, query_p
       values: [B, K, S, H].
       query_positions: int32 [B, T].
       window: how many keys a query sees, that of its own position included; an int32 scalar. None: no such bound.
+      span: keys from here on are not looked at; by default S. A cut-out handed in would be copied, as often as there is a call.
 
     Returns:
       [B, T, N, H] in the type of `queries`.
     """
     num_rows, length, num_heads, head_dim = queries.shape
-    num_kv_heads = keys.shape[1]
+    num_kv_heads, span = keys.shape[1], span or keys.shape[3]
     group = num_heads // num_kv_heads
     # The query heads of one kv head are more queries to it: two plain matrix products a kv head, whatever the grouping.
     grouped = queries.reshape(num_rows, length, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(num_rows, num_kv_heads, group * length, head_dim)
-    key_positions, positions = jnp.arange(keys.shape[3])[None, None, :], jnp.tile(query_positions, (1, group))[:, :, None]
+    key_positions, positions = jnp.arange(span)[None, None, :], jnp.tile(query_positions, (1, group))[:, :, None]
     visible = key_positions <= positions
     if window is not None:
         visible &= key_positions > positions - window
-    logits = _products(grouped, keys, jnp.float32) * head_dim**-0.5
+    logits = _products(grouped, keys, span, jnp.float32) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None], logits, MASKED_LOGIT), axis=-1)
-    attended = _products(weights.astype(values.dtype), values, values.dtype)
+    attended = _products(weights.astype(values.dtype), values, head_dim, values.dtype)
     attended = attended.reshape(num_rows, num_kv_heads, group, length, head_dim)
     return attended.transpose(0, 3, 1, 2, 4).reshape(queries.shape)
 
 
-def _products(queries: jax.Array, others: jax.Array, dtype) -> jax.Array:
-    """[B, K, Q, X] times [B, K, X, Y] to [B, K, Q, Y] of a type.
+def _products(queries: jax.Array, others: jax.Array, width: int, dtype) -> jax.Array:
+    """[B, K, Q, X] times the first X rows and `width` columns of [B, K, *, *], to [B, K, Q, width] of a type.
 
     For few queries a CPU's matrix product first copies the keys into an order of its own, or reads them anew for each query. So
-    they are read once, in a loop that adds up `PARTS` products at a time, and what is left to be added up is a product with ones.
+    they are read once, where they lie, in a loop that adds up `PARTS` products at a time, and what is left to be added up is a
+    product with ones.
     """
     def together(queries, others):
-        return jnp.einsum("bkqx,bkxy->bkqy", queries, others, preferred_element_type=dtype)
+        return jnp.einsum("bkqx,bkxy->bkqy", queries, others[:, :, :size, :width], preferred_element_type=dtype)
 
     def in_parts(queries, others):
-        queries, others = queries[..., None].astype(jnp.float32), others[:, :, None].astype(jnp.float32)
-        parts = zip(jnp.split(queries, num_parts, axis=3), jnp.split(others, num_parts, axis=3), strict=True)
-        sums = sum(query * other for query, other in parts)
+        queries = queries[..., None].astype(jnp.float32)
+        sums = sum(queries[:, :, :, part] * others[:, :, None, part, :width].astype(jnp.float32) for part in parts)
         return jnp.einsum("bkqx,bkqxy->bkqy", jnp.ones(sums.shape[:4]), sums).astype(dtype)
 
-    num_parts = math.gcd(queries.shape[3], PARTS)
-    if not 1 < queries.shape[2] <= FEW_QUERIES or num_parts == 1:
+    size = queries.shape[3]
+    step = size // math.gcd(size, PARTS)
+    parts = [slice(start, start + step) for start in range(0, size, step)]
+    if not 1 < queries.shape[2] <= FEW_QUERIES or len(parts) == 1:
         return together(queries, others)
     return jax.lax.platform_dependent(queries, others, cpu=in_parts, default=together)

@@ -37,13 +37,6 @@ class Cache:
         return Cache(keys=tuple(jnp.pad(leaf[..., :length], ((0, 0),) * 3 + ((0, missing),)) for leaf in self.keys),
                      values=tuple(jnp.pad(leaf[:, :, :length], ((0, 0),) * 2 + ((0, missing), (0, 0))) for leaf in self.values))
 
-    def with_head(self, head: "Cache") -> "Cache":
-        """With the first tokens of each row replaced."""
-        def replace(leaf, new):
-            return jax.lax.dynamic_update_slice(leaf, new, (0,) * leaf.ndim)
-
-        return jax.tree.map(replace, self, head)
-
     def rows(self, rows: jax.Array) -> "Cache":
         """Some rows, int32 [n]; a number beyond the last gives some row."""
         return jax.tree.map(lambda leaf: leaf.at[rows].get(mode="clip"), self)
@@ -84,8 +77,8 @@ def prepare(model: Model, params: Params) -> Params:
     return {**params, "blocks": tuple(layers)}
 
 
-def extend(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, starts: jax.Array,
-           counts: jax.Array) -> tuple[jax.Array, Cache]:
+def extend(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, starts: jax.Array, counts: jax.Array,
+           span: int | None = None) -> tuple[jax.Array, Cache]:
     """Appends tokens to each row.
 
     Args:
@@ -95,6 +88,7 @@ def extend(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, s
       tokens: int32 [R, T]; row r holds counts[r] tokens, then padding.
       starts: int32 [R], tokens already in each row.
       counts: int32 [R], from 0 to T; starts + counts must not exceed S.
+      span: attention looks at so many of the S places, by default at all; what the rows then hold must fit into them.
 
     Returns:
       Hidden states [R, T, D] (padding holds garbage) and the cache with the tokens in it.
@@ -112,7 +106,7 @@ def extend(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, s
         queries, new_keys, new_values = block.project(x, positions)
         keys = keys.at[rows, :, :, targets].set(new_keys, mode="drop")
         values = values.at[rows, :, targets].set(new_values, mode="drop")
-        x = block.combine(x, attention(queries, keys, values, query_positions=positions, window=window))
+        x = block.combine(x, attention(queries, keys, values, query_positions=positions, window=window, span=span))
         all_keys.append(keys)
         all_values.append(values)
     return x, Cache(keys=tuple(all_keys), values=tuple(all_values))
@@ -124,13 +118,13 @@ def prefill(model: Model, prepared: Params, tokens: jax.Array, *, counts: jax.Ar
     return extend(model, prepared, empty, tokens, starts=jnp.zeros_like(counts), counts=counts)[1]
 
 
-def decode_step(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *,
-                positions: jax.Array) -> tuple[jax.Array, Cache]:
+def decode_step(model: Model, prepared: Params, cache: Cache, tokens: jax.Array, *, positions: jax.Array,
+                span: int | None = None) -> tuple[jax.Array, Cache]:
     """Feeds one token to each row: tokens and positions int32 [R] to float32 logits [R, V] of the next token, and the cache.
 
-    A row whose position lies outside the cache is left as it is; its logits are garbage.
+    A row whose position lies outside the cache is left as it is; its logits are garbage. `span`: see `extend`.
     """
-    hidden, cache = extend(model, prepared, cache, tokens[:, None], starts=positions, counts=jnp.ones_like(positions))
+    hidden, cache = extend(model, prepared, cache, tokens[:, None], starts=positions, counts=jnp.ones_like(positions), span=span)
     transformer, _ = _bind(model, prepared)
     return transformer.logits(hidden[:, 0]), cache
 

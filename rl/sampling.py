@@ -85,7 +85,7 @@ def decode_loop(model: Model, policy: LoadedPolicy, state: DecodeState, key: jax
         step, state, sampled = carry
         active = state.remaining > 0
         positions = jnp.where(active, state.lengths, model.config.max_length)
-        logits, cache = decode.decode_step(model, policy.weights, state.cache, state.next_tokens, positions=positions)
+        logits, cache = decode.decode_step(model, policy.weights, state.cache, state.next_tokens, positions=positions, span=span)
         tokens, logprobs = sample(logits, key, request_ids=state.request_ids, positions=state.lengths + 1, greedy=state.greedy,
                                   temperature=temperature, top_k=top_k, top_p=top_p)
         remaining = jnp.where(is_stop[tokens], 0, state.remaining - 1)
@@ -98,9 +98,8 @@ def decode_loop(model: Model, policy: LoadedPolicy, state: DecodeState, key: jax
                               remaining=jnp.where(active, remaining, 0))
         return step + 1, state, sampled
 
-    narrow = state.replace(cache=state.cache.head(span))
-    _, narrow, sampled = jax.lax.while_loop(going, one_step, (jnp.int32(0), narrow, empty))
-    return narrow.replace(cache=state.cache.with_head(narrow.cache)), sampled
+    _, state, sampled = jax.lax.while_loop(going, one_step, (jnp.int32(0), state, empty))
+    return state, sampled
 
 
 def prefill(model: Model, weights: Params, existing: Prefix | None, tokens: jax.Array, *, true_length: jax.Array,

@@ -146,6 +146,19 @@ def test_a_window_hides_all_but_the_last_keys(window):
     np.testing.assert_allclose(attended, reference_attention(queries, keys, values, positions, window), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("length", [1, 6])
+def test_keys_from_the_span_on_are_not_looked_at(length):
+    """Few queries and many, which are multiplied in different ways; NaN there would show."""
+    rng = np.random.default_rng(0)
+    queries = rng.normal(size=(2, length, 4, 8)).astype(np.float32)
+    keys, values = rng.normal(size=(2, 2, 20, 2, 8)).astype(np.float32)
+    keys[:, 8:], values[:, 8:] = np.nan, np.nan
+    positions = np.stack([np.arange(length), 7 - np.arange(length)]).astype(np.int32)
+    attended = jax.jit(attention, static_argnames="span")(queries, keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2),
+                                                          query_positions=positions, span=8)
+    np.testing.assert_allclose(attended, reference_attention(queries, keys, values, positions), rtol=0, atol=1e-6)
+
+
 def test_a_layers_window_bounds_how_far_back_its_output_reads():
     """Through two layers of window 3 a token reaches 4 positions ahead; a full layer among them has no such bound."""
     embedding = np.random.default_rng(1).normal(size=PARAMS["embedding"].shape).astype(np.float32)

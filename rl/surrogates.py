@@ -108,6 +108,9 @@ class SecondMomentClip:
         exceeds = exists & ((squares - slack) * larger + jnp.cumsum(squares) >= budget * count.astype(squares.dtype) - slack)
         first = jnp.argmax(exceeds)
         tau = jnp.sqrt(jnp.maximum(jnp.where(first > 0, squares[first - 1] - slack, 0), 0))
+        # The slack puts the token that tau was taken from outside the band, but in float32 it is less than that token's rounding,
+        # which another mesh or microbatch changes.
+        tau = jnp.maximum(tau - 16 * jnp.finfo(tau.dtype).eps, 0)
         fits = jnp.sum(squares) <= budget * count.astype(squares.dtype)
         low, high = jnp.where(fits, 1, -jnp.expm1(-tau)), jnp.where(fits, 99_999, jnp.expm1(tau))
         return _neutral(tokens)._replace(

@@ -291,6 +291,25 @@ def test_m2po_s_band_by_hand():
     assert minibatch_statistics(tight, within).surrogate.clip_high.item() > 1000
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_rounding_moves_no_token_across_m2po_s_band(seed):
+    """Its end is a token's own ratio, and that token is outside: also where another mesh rounds its logprob otherwise."""
+    tight = dataclasses.replace(PRESETS["m2po"](), surrogate=surrogates.SecondMomentClip(0.04, 0.0, 0.0))
+    inputs = random_inputs(seed)
+    statistics, weights = minibatch_statistics(tight, inputs), np.ones(len(inputs.mask), np.float32)
+
+    def num_clipped(log_shift):
+        _, sums = loss_terms(tight, inputs._replace(logprobs=inputs.logprobs + np.float32(log_shift)), weights=weights,
+                             statistics=statistics)
+        return round(float(finalize_metrics(sums)["clip_fraction"]) * inputs.mask.sum())
+
+    found = {num_clipped(shift) for shift in (-3e-7, 0, 3e-7)}
+    log_ratio = (inputs.logprobs - inputs.sampler_logprobs)[inputs.mask]
+    harmful = log_ratio[log_ratio * inputs.advantages[inputs.mask] > 0]
+    outside = np.abs(harmful) >= np.log1p(statistics.surrogate.clip_high.max())
+    assert found == {outside.sum()} and outside.any()
+
+
 def test_ipa_takes_the_ratio_of_turns():
     """Two turns in one row: the geometric mean of each, at most 1, weighs its negative tokens."""
     objective = PRESETS["ipa"]()

@@ -33,7 +33,7 @@ def config() -> Config:
         frozen_lake=FrozenLakeOptions(expert_noise=0.05),
         warm_start=WarmStartOptions(episodes=2_000, updates=160, rows=32, microbatches=2, learning_rate=5e-3),
         optimizer=OptimizerOptions(learning_rate=1e-3, decay_updates=128, final_rate_fraction=0.1),
-        objective=Objective(entropy_coefficient=0.003),
+        objective=Objective(entropy_coefficient=0.001),
         step=StepOptions(minibatches=2, microbatches=2),
         loop=LoopOptions(groups_per_step=8, group_size=8, max_staleness=4, decode_steps=3),
         sampler=SamplerOptions(slots=128, decode_steps_per_call=1, refill_rows=16),

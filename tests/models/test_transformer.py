@@ -14,7 +14,7 @@ from models.config import ModelConfig, Precision, RopeScaling
 from models.parameters import Declaration, draw
 from models.transformer import MASKED_LOGIT, Model, rotate
 from rl.logprobs import score
-from tests.golden_models import FOLDERS, assert_equal_but_for_rounding, golden_model
+from tests.golden_models import FOLDERS, assert_equal_but_for_rounding, double_model, float64_for_float32, golden_model
 
 TINY = ModelConfig(vocab_size=11, num_layers=1, d_model=16, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=4, max_length=8,
                    tied_embeddings=False)
@@ -69,13 +69,13 @@ def test_logits_and_logprobs_agree_with_hugging_face(name):
         assert not np.any(found[:, 0])
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_decoding_agrees_with_hugging_face_and_with_the_full_forward(name):
-    """Token by token from nothing, so that each window slides over the cache: the given tokens, then the likeliest ones."""
-    sizes, params, golden = golden_model(name)
-    model, tokens, counts = Model(sizes), golden["input_ids"], golden["attention_mask"].astype(np.int32).sum(axis=1)
-    num_new = golden["greedy_ids"].shape[1]
-    given = np.pad(tokens, ((0, 0), (0, num_new)))
+def decoded_greedily(sizes, params, golden):
+    """Token by token from nothing, so that each window slides over the cache: the given tokens, then the likeliest ones.
+
+    The logits of all steps [R, S, V] and the likeliest tokens [R, S].
+    """
+    model, counts = Model(sizes), golden["attention_mask"].sum(axis=1, dtype=np.int32)
+    given = np.pad(golden["input_ids"], ((0, 0), (0, golden["greedy_ids"].shape[1])))
 
     @jax.jit
     def continue_greedily(params):
@@ -90,24 +90,47 @@ def test_decoding_agrees_with_hugging_face_and_with_the_full_forward(name):
             return (cache, chosen), (logits, chosen)
 
         first = decode.init_cache(sizes, *given.shape), jnp.zeros_like(counts)
-        logits, chosen = jax.lax.scan(step, first, (jnp.arange(given.shape[1]), jnp.asarray(given.T)))[1]
+        positions = jnp.arange(given.shape[1], dtype=jnp.int32)
+        logits, chosen = jax.lax.scan(step, first, (positions, jnp.asarray(given.T)))[1]
         return jnp.moveaxis(logits, 0, 1), chosen.T
 
-    logits, chosen = (np.asarray(array) for array in continue_greedily(params))
-    valid = golden["attention_mask"].astype(bool)
-    assert_equal_but_for_rounding(logits[:, :tokens.shape[1]][valid], scored(name)[0][valid])
+    return jax.tree.map(np.asarray, continue_greedily(params))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_decoding_agrees_with_hugging_face_and_with_the_full_forward(name):
+    golden = golden_model(name)[2]
+    valid, num_new = golden["attention_mask"].astype(bool), golden["greedy_ids"].shape[1]
+    logits, chosen = decoded_greedily(*golden_model(name))
+    assert_equal_but_for_rounding(logits[:, :valid.shape[1]][valid], scored(name)[0][valid])
     assert golden["greedy_margin"].min() > 1e-3  # so that rounding decides nowhere
-    for row, count in enumerate(counts):
+    for row, count in enumerate(valid.sum(axis=1)):
         np.testing.assert_array_equal(chosen[row, count - 1:count - 1 + num_new], golden["greedy_ids"][row])
+
+
+def on_eight_devices(sizes, params, golden) -> np.ndarray:
+    """The logits of a sharded model."""
+    model, mesh = Model(sizes), Mesh(np.asarray(jax.devices()).reshape(2, 2, 2), sharding.MESH_AXES)
+    sharded = jax.device_put(params, sharding.parameter_shardings(model.axes, model.shapes, mesh))
+    return np.asarray(jit_forward(model, sharded, jax.device_put(golden["input_ids"], sharding.batch_sharding(mesh))))
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_sharded_model_computes_what_an_unsharded_one_does(name):
-    sizes, params, golden = golden_model(name)
-    model, mesh = Model(sizes), Mesh(np.asarray(jax.devices()).reshape(2, 2, 2), sharding.MESH_AXES)
-    sharded = jax.device_put(params, sharding.parameter_shardings(model.axes, model.shapes, mesh))
-    spread = jax.device_put(golden["input_ids"], sharding.batch_sharding(mesh))
-    assert_equal_but_for_rounding(np.asarray(jit_forward(model, sharded, spread)), scored(name)[0])
+    assert_equal_but_for_rounding(on_eight_devices(*golden_model(name)), scored(name)[0])
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_decoded_or_sharded_a_model_is_the_same_function(name):
+    """In float64, where a difference of 1e-11 is no order of summation; float32 leaves room for a small mistake."""
+    sizes, params, golden = double_model(name)
+    valid = golden["attention_mask"].astype(bool)
+    with float64_for_float32():
+        full = np.asarray(jit_forward(Model(sizes), params, golden["input_ids"]))
+        decoded, sharded = decoded_greedily(sizes, params, golden)[0], on_eight_devices(sizes, params, golden)
+    np.testing.assert_allclose(full[valid], golden["logits"][valid], rtol=0, atol=3e-5)  # theirs are of float32: up to 2.05e-5
+    assert_equal_but_for_rounding(decoded[:, :valid.shape[1]][valid], full[valid])
+    assert_equal_but_for_rounding(sharded, full)
 
 
 # --- attention ---

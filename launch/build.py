@@ -69,8 +69,8 @@ class Foundation:
         available = available_bytes(self.sampler_mesh)
         if available is not None:
             programs = self.sampling_programs(self.sampler_mesh)
-            check_sampler_fits(programs.weights, programs.state, num_slots=self.config.sampler.slots,
-                               num_caches=2 if self.config.evaluation_episodes else 1, available=available)  # fmt: skip
+            check_sampler_fits(programs.weights, programs.state, programs.prefix_cache, num_slots=self.config.sampler.slots,
+                               num_samplers=2 if self.config.evaluation_episodes else 1, available=available)  # fmt: skip
 
     def check_division(self) -> None:
         """Refuses what does not divide over the mesh."""

@@ -38,7 +38,7 @@ from launch.memory import Unit, anchor_table
 from launch.mesh import by_process
 from launch.topology import HbmExceeded, ProgramMemory, by_itself, compile_program, devices_of, hbm_bytes, sole_use
 from models.sharding import placed
-from rl.budget import AnchorBytes, device_bytes
+from rl.budget import NUM_PREFIXES, AnchorBytes, device_bytes
 from rl.learner import Learner, published_shapes
 from rl.sampling_programs import SamplingPrograms
 from rl.scorer import Scorer
@@ -141,7 +141,11 @@ def make_plan(foundation: Foundation, topology: str, display: Display) -> Plan:
     }
     if anchors.held:
         state["anchor_held"] = anchors.held
-    sampling = {"weights": device_bytes(programs.weights), "cache": device_bytes(programs.state)}
+    sampling = {
+        "weights": device_bytes(programs.weights),
+        "cache": device_bytes(programs.state),
+        "prompts": NUM_PREFIXES * device_bytes(programs.prefix_cache),
+    }
     serving = foundation.serving_shardings
     if serving is not None and not foundation.shares_devices:
         state["gathered"] = device_bytes(placed(published, serving))  # until it has been copied on to the sampler's chips
@@ -198,7 +202,7 @@ def make_works(
             "decode",
             programs.lower_decode,
             arguments=sampling,
-            beside=beside_sampler,  # an evaluation has a sampler of its own beside that of the training
+            beside=beside_sampler + on_sampler["prompts"],  # an evaluation has a sampler of its own beside that of the training
             remedy=f"lower --slots, or {DIVIDE_SAMPLER}",
         ),
         Work(
@@ -235,6 +239,7 @@ def show(plan: Plan, foundation: Foundation, display: Display) -> None:
         "gathered": "published parameters, whole in each process",
         "weights": f"sampler's weights, {config.model.compute_dtype.value}",
         "cache": f"KV cache, {config.sampler.slots} slots of {config.model.max_length:,} tokens",
+        "prompts": f"KV cache of prompts on their way into slots, {NUM_PREFIXES}",
     }
     rows = [
         (label, *(unit(sizes[key]) if key in sizes else "" for _, sizes in chips))

@@ -178,27 +178,33 @@ def check_disk_fits(anchors: AnchorBytes, *, available: int) -> None:
                          "differences in between, or another --run-dir")
 
 
-def check_sampler_fits(weights, state, *, num_slots: int, num_caches: int, available: int) -> None:
+NUM_PREFIXES = 3
+"""Prompts of a sampler's that are in memory at most on their way into slots, beside short ones: one that came in whole and that
+others of its group wait for, and one that is coming in, before and after its next chunk."""
+
+
+def check_sampler_fits(weights, state, prefix_cache, *, num_slots: int, num_samplers: int, available: int) -> None:
     """Refuses slots whose KV cache a device cannot hold.
 
     While a new policy is laid out for decoding the one before is still there, and an evaluation decodes in slots of its own.
 
     Args:
-      weights, state: of `rl.sampling_programs.SamplingPrograms`, as `jax.ShapeDtypeStruct` with shardings.
+      weights, state, prefix_cache: of `rl.sampling_programs.SamplingPrograms`, as `jax.ShapeDtypeStruct` with shardings.
       num_slots: of the state.
-      num_caches: states that are there at one time.
+      num_samplers: that are there at one time, each with a state and with prompts on their way into it.
       available: bytes of each device that may be used.
 
     Raises:
       ValueError: caches and weights take more, and how many slots there could be.
     """
-    cache, policies = num_caches * device_bytes(state), 2 * device_bytes(weights)
-    if cache + policies <= available:
+    cache, prompts = num_samplers * device_bytes(state), num_samplers * NUM_PREFIXES * device_bytes(prefix_cache)
+    policies = 2 * device_bytes(weights)
+    if cache + prompts + policies <= available:
         return
-    fitting = max(available - policies, 0) * num_slots // cache
+    fitting = max(available - policies - prompts, 0) * num_slots // cache
     remedy = f"about {fitting} slots would fit: lower --slots or --model.max-length" if fitting else "not even one slot would fit"
     raise ValueError(f"the KV cache of {num_slots} sampler slots takes {cache / GIB:.3g} GiB a device "
-                     f"({num_caches} of them), beside "
+                     f"({num_samplers} of them), beside {prompts / GIB:.3g} GiB for prompts on their way into slots and "
                      f"{policies / GIB:.3g} GiB for two versions of the weights, but {available / GIB:.3g} GiB are available; "
                      f"{remedy}, or divide it with --sampler-devices and --sampler-tensor")
 

@@ -126,9 +126,9 @@ class PolicyEngine(engine_api.Engine):
         """All slots idle and empty."""
         return self._programs.init()
 
-    def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
-        """A prefix is whole on every device that decodes."""
-        return replicated(self._mesh)
+    def get_prefix_destination_sharding(self) -> Prefix:
+        """Of each part of a prefix: its heads lie as those of the slots that it may go into, and all of these are to reach it."""
+        return self._programs.prefix_shardings
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
         return tokenizer_pb2.TokenizerParameters()

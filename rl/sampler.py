@@ -150,9 +150,9 @@ class Sampler:
         if version <= self.version:
             raise ValueError(f"publish of version {version} after version {self.version}, wanted a larger one: "
                              "versions count publishes")
+        self._requeue_prefills()  # first, so that their memory is free for the policy
         self._policy = self._engine.load_params(params, version)
         self.version = version
-        self._requeue_prefills()
         if self._swap is Swap.REPREFILL:
             self._mark_stale()
 
@@ -303,11 +303,13 @@ class Sampler:
 
     def _insert(self, prefill: _Prefill) -> None:
         self._prefills.remove(prefill)
+        # Moved, for whoever still holds the prefill must not keep its prefix in memory, too.
+        prefix, prefill.prefix = prefill.prefix, None
         is_wanted = any(prefill.is_of(request) for request, _ in self._waiting.values())
-        self._last_prefill = prefill if is_wanted else None
+        self._last_prefill = dataclasses.replace(prefill, prefix=prefix) if is_wanted else None
         for slots in self._calls(prefill.slots):
             padded_slots, facts = self._describe(slots)
-            self._state = self._engine.insert_group(prefill.prefix, self._state, padded_slots, **facts)
+            self._state = self._engine.insert_group(prefix, self._state, padded_slots, **facts)
         for slot in prefill.slots:
             self._rows[slot].is_filled = True
             self._interrupted.discard(self._rows[slot].request.request_id)

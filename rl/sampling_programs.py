@@ -13,7 +13,7 @@ from models import decode
 from models.sharding import BATCH_AXES, DECODE_RULES, batch_sharding, check_rows, parameter_shardings, placed, replicated
 from models.transformer import Model, Params
 from rl import sampling
-from rl.sampling import DecodeState, LoadedPolicy
+from rl.sampling import DecodeState, LoadedPolicy, Prefix
 
 
 class SamplingPrograms:
@@ -28,7 +28,9 @@ class SamplingPrograms:
 
     Attributes:
       parameter_shardings: where published parameters must lie for `load`.
+      prefix_shardings: where the parts of a prefix lie: its heads as the slots', all of it on every device of the other axes.
       weights, state: what `load` and `init` return, as `jax.ShapeDtypeStruct` with shardings.
+      prefix_cache: likewise the cache of the longest prefix.
 
     Raises:
       ShardingError: slots or heads do not divide over the mesh.
@@ -45,6 +47,9 @@ class SamplingPrograms:
         self.weights = placed(jax.eval_shape(prepare, model.shapes), _weight_shardings(stacked, model, mesh))
         empty_state = functools.partial(sampling.empty_state, model, slots)
         self.state = placed(jax.eval_shape(empty_state), _state_shardings(model, mesh))
+        self.prefix_shardings = _prefix_shardings(model, mesh)
+        longest = functools.partial(decode.init_cache, model.config, 1, model.config.max_length)
+        self.prefix_cache = placed(jax.eval_shape(longest), self.prefix_shardings.cache)
 
         def make(function, out_shardings, **options):
             return jax.jit(function, out_shardings=out_shardings, **options)
@@ -52,7 +57,7 @@ class SamplingPrograms:
         weights, state = (jax.tree.map(lambda leaf: leaf.sharding, shapes) for shapes in (self.weights, self.state))
         self.load = make(prepare, weights)
         self.init = make(empty_state, state)
-        self.prefill = make(functools.partial(sampling.prefill, model), self._whole, static_argnames="room")
+        self.prefill = make(functools.partial(sampling.prefill, model), self.prefix_shardings, static_argnames="room")
         self.insert = make(sampling.insert, state, donate_argnums=1)
         self.insert_group = make(sampling.insert_group, state, donate_argnums=1)
         self.append = make(functools.partial(sampling.append, model), state, donate_argnums=1, static_argnames="span")
@@ -89,7 +94,18 @@ def _weight_shardings(stacked: Params, model: Model, mesh: jax.sharding.Mesh) ->
 
 def _state_shardings(model: Model, mesh: jax.sharding.Mesh) -> DecodeState:
     rows = batch_sharding(mesh)
-    cache = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(BATCH_AXES, "tensor"))
-    layers = (cache,) * model.config.num_layers
-    return DecodeState(cache=decode.Cache(keys=layers, values=layers), next_tokens=rows, lengths=rows, num_sampled=rows,
+    return DecodeState(cache=_cache_shardings(model, mesh, BATCH_AXES), next_tokens=rows, lengths=rows, num_sampled=rows,
                        request_ids=rows, remaining=rows, greedy=rows)
+
+
+def _prefix_shardings(model: Model, mesh: jax.sharding.Mesh) -> Prefix:
+    whole = replicated(mesh)
+    return Prefix(cache=_cache_shardings(model, mesh, None), next_token=whole, length=whole, request_id=whole, remaining=whole,
+                  greedy=whole)
+
+
+def _cache_shardings(model: Model, mesh: jax.sharding.Mesh, rows: tuple[str, ...] | None) -> decode.Cache:
+    """Rows over some axes, heads over tensor."""
+    cache = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(rows, "tensor"))
+    layers = (cache,) * model.config.num_layers
+    return decode.Cache(keys=layers, values=layers)

@@ -99,7 +99,7 @@ def tiny_plan(request):
 
 def test_beside_a_program_lies_what_it_does_not_hold_itself(tiny_plan):
     foundation, made = tiny_plan
-    state, sampling = ("parameters", "optimizer", "published"), ("weights", "cache")
+    state, sampling = ("parameters", "optimizer", "published"), ("weights", "cache", "prompts")
     is_ewma, version = made.anchors.held > 0, made.learner["published"] // LIVE_VERSIONS
     if is_ewma:
         state = (*state, "anchor_held")
@@ -116,7 +116,8 @@ def test_beside_a_program_lies_what_it_does_not_hold_itself(tiny_plan):
     else:  # what is scored is one of two versions that are replayed; or the average, which is held anyhow
         assert by_name["score"].beside == sum(chip.values()) + (-version if is_ewma else version)
     chip = made.sampler
-    assert by_name["decode"].beside == by_name["new policy"].beside == sum(chip.values())
+    assert by_name["new policy"].beside == sum(chip.values())
+    assert by_name["decode"].beside == sum(chip.values()) + chip["prompts"]
     assert by_name["refill"].beside == sum(chip.values()) - chip["weights"] - chip["cache"]
 
 

@@ -10,6 +10,7 @@ from launch.build import Foundation
 from launch.config import MeshOptions
 from models.config import Precision
 from rl.budget import (
+    NUM_PREFIXES,
     RingOptions,
     check_disk_fits,
     check_ring_fits,
@@ -172,19 +173,23 @@ def test_slots_need_room_for_their_caches_and_for_two_versions(devices):
     foundation = published(devices)
     programs = foundation.sampling_programs(foundation.sampler_mesh)
     cache, weights = device_bytes(programs.state), device_bytes(programs.weights)
+    prompts = NUM_PREFIXES * device_bytes(programs.prefix_cache)
+    slots_a_device = 40 // (devices[0] * devices[1])
+    assert device_bytes(programs.prefix_cache) * slots_a_device == device_bytes(programs.state.cache), "each is as long as a slot"
     held = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), programs.state),
                    out_shardings=jax.tree.map(lambda leaf: leaf.sharding, programs.state))()
     assert cache == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(held))
 
-    def check(available, slots=40, num_caches=2):
-        check_sampler_fits(programs.weights, programs.state, num_slots=slots, num_caches=num_caches, available=available)
+    def check(available, slots=40, num_samplers=2):
+        check_sampler_fits(programs.weights, programs.state, programs.prefix_cache, num_slots=slots, num_samplers=num_samplers,
+                           available=available)
 
-    check(2 * weights + 2 * cache)
-    check(2 * weights + cache, num_caches=1)
+    check(2 * weights + 2 * (cache + prompts))
+    check(2 * weights + cache + prompts, num_samplers=1)
     with pytest.raises(ValueError, match="KV cache of 40 sampler slots takes .* about 39 slots would fit: lower --slots"):
-        check(2 * weights + 2 * cache - 1)
+        check(2 * weights + 2 * (cache + prompts) - 1)
     with pytest.raises(ValueError, match="not even one slot would fit"):
-        check(2 * weights)
+        check(2 * weights + 2 * prompts)
 
 
 def test_endless_slots_are_refused_before_anything_is_made():

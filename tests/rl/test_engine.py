@@ -241,7 +241,11 @@ def test_a_mesh_of_eight_devices_samples_the_same(engine, policy, params):
     sharded = make_engine(mesh)
     sharded_policy = sharded.load_params(params, 5)
     prefix = prefill(sharded, sharded_policy, PROMPTS[2], request_id=2)
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(prefix))
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(prefix.replace(cache=None)))
+    for leaf in jax.tree.leaves(prefix.cache):  # half the heads on every device
+        shards = {(shard.index[1].start, shard.data.shape[:2]) for shard in leaf.addressable_shards}
+        assert shards == {(0, (1, 1)), (1, (1, 1))} and len(leaf.addressable_shards) == 8
+    assert jax.tree.map(lambda leaf: leaf.sharding, prefix) == sharded.get_prefix_destination_sharding()
     state = fill(sharded, sharded_policy, {slot: (prompt, {"request_id": slot}) for slot, prompt in enumerate(PROMPTS)})
     assert state.cache.keys[0].addressable_shards[0].data.shape == (1, 1, 4, ROOM)  # a slot and a kv head a device
     state = sharded.append(sharded_policy, state, np.array([3, 1, SLOTS]), tokens=np.tile(PROMPTS[0], (3, 1)),

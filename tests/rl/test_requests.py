@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import weakref
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 from rl.admission import Admission, DropReason, StalePolicy
+from rl.budget import NUM_PREFIXES
 from rl.engine import PolicyEngine
 from rl.requests import Swap
 from rl.rollout import Rollouts
@@ -457,6 +459,36 @@ def test_one_long_prompt_a_step_advances(engine):
     record.finish()
     for r in requests:
         assert_same(record, alone(engine, r), [r.request_id])
+
+
+def count_prefixes(engine, monkeypatch):
+    """The number of prefixes in memory after each prefill call, and how many of them are as long as a slot."""
+    prefill, made, counts = engine.prefill, [], []
+
+    def counting(**facts):
+        prefix = prefill(**facts)
+        made.append(weakref.ref(prefix.cache.keys[0]))
+        rooms = [keys.shape[-1] for keys in (reference() for reference in made) if keys is not None]
+        counts.append((len(rooms), rooms.count(ROOM)))
+        return prefix
+
+    monkeypatch.setattr(engine, "prefill", counting)
+    return counts
+
+
+def test_no_more_long_prompts_are_in_memory_than_the_budget_counts(engine, monkeypatch):
+    counts = count_prefixes(engine, monkeypatch)
+    other = LONG[::-1].copy()
+    order = [request(1, LONG, group_id=1), request(2, other, group_id=2), request(STEADY), request(3, LONG, group_id=1),
+             request(4, other, group_id=2), request(5, LONG[:20], group_id=3), request(6, other, group_id=2)]
+    Record(sampler_of(engine, prefill_chunk=4), order).finish(1)
+    assert max(num_long for _, num_long in counts) == NUM_PREFIXES
+
+
+def test_short_prompts_that_come_in_together_leave_the_memory_one_by_one(engine, monkeypatch):
+    counts = count_prefixes(engine, monkeypatch)
+    Record(sampler_of(engine), [request(i, LONG[i:i + 3]) for i in range(SLOTS)]).step(1)
+    assert [num for num, _ in counts] == [1] * SLOTS
 
 
 @pytest.mark.parametrize("swap", Swap)

@@ -1,7 +1,7 @@
 """Qwen3-8B from a local folder: 8.19 billion parameters.
 
     python -m launch.train qwen3_8b --model-path Qwen3-8B
-    python -m launch.plan qwen3_8b --topology v5e:8x8     fits: at most 14.48 of 15.75 GiB a chip, when a new policy arrives
+    python -m launch.plan qwen3_8b --topology v5e:8x8     fits: at most 14.90 of 15.75 GiB a chip, when a new policy arrives
     python -m launch.plan qwen3_8b --topology v5e:4x4     does not: the learner step alone asks for 19.51 GiB
 
 Hardware to plan: two CPU cores and 2 GB of memory, for five minutes of processor time (three of two idle cores), half of it for
